@@ -1,0 +1,39 @@
+"""A piece of state: where the elements of a flat tensor on a rank lie in a global tensor.
+
+The one type in which the optimizer, checkpoints and snapshots meet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) in row-major order of the box (`offset`, `shape`) of the global tensor `name`.
+
+    `kind` says which tensor of that name: the working weight, its fp32 master, or one of Adam's moments.
+    A piece is always stored and copied as a flat, contiguous run of `stop - start` elements of `dtype`.
+    """
+
+    name: str
+    kind: Kind
+    dtype: Literal["fp32", "bf16"]
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the piece."""
+        return self.stop - self.start
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the piece."""
+        return self.numel * (4 if self.dtype == "fp32" else 2)

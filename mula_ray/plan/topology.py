@@ -1,0 +1,105 @@
+"""Rank <-> coordinates, and the groups of ranks that talk to each other.
+
+World size = dp x ep x tp x pp. The axes, slowest first, are dp, pp, ep, tp: a replica (pp x ep x tp ranks) is
+contiguous, so that it fills whole nodes, and an EP group lies inside a node when ep x tp divides the node.
+
+Dense view: a dense parameter is replicated over the `ddp` group (dp x ep ranks), each of which has its own samples.
+Sparse view: an expert is replicated over the `edp` group (dp x tp ranks); TP ranks hold the same sequences, and in the
+MoE layer each takes 1/tp of the tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GroupKind = Literal["world", "ddp", "edp", "ep", "tp", "pp", "replica"]
+GROUP_KINDS: tuple[GroupKind, ...] = ("world", "ddp", "edp", "ep", "tp", "pp", "replica")
+
+
+@dataclass(frozen=True)
+class Coords:
+    """Position of a rank on the four axes."""
+
+    dp: int
+    pp: int
+    ep: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Sizes of the four axes. Pure: knows ranks, not processes."""
+
+    dp: int = 1
+    ep: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in ("dp", "ep", "tp", "pp"):
+            size = getattr(self, axis)
+            if size < 1:
+                raise ValueError(f"parallel.{axis} is {size}; it must be at least 1")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.replica
+
+    @property
+    def replica(self) -> int:
+        """Ranks of one replica (the elastic unit): pp x ep x tp."""
+        return self.pp * self.ep * self.tp
+
+    @property
+    def ddp(self) -> int:
+        """Ranks over which a dense parameter is replicated, each with its own samples: dp x ep."""
+        return self.dp * self.ep
+
+    @property
+    def edp(self) -> int:
+        """Ranks over which an expert parameter is replicated: dp x tp."""
+        return self.dp * self.tp
+
+    def coords(self, rank: int) -> Coords:
+        """Coordinates of `rank`, 0 <= rank < world."""
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} is outside the world of {self.world}")
+        rest, tp = divmod(rank, self.tp)
+        rest, ep = divmod(rest, self.ep)
+        dp, pp = divmod(rest, self.pp)
+        return Coords(dp=dp, pp=pp, ep=ep, tp=tp)
+
+    def rank(self, at: Coords) -> int:
+        """Rank at coordinates `at`."""
+        return ((at.dp * self.pp + at.pp) * self.ep + at.ep) * self.tp + at.tp
+
+    def ddp_index(self, rank: int) -> int:
+        """Index of `rank` in its ddp group, dp slowest: which samples of a step it gets."""
+        at = self.coords(rank)
+        return at.dp * self.ep + at.ep
+
+    def groups(self, kind: GroupKind) -> list[tuple[int, ...]]:
+        """All groups of `kind`, each a tuple of ranks in group order; every rank is in exactly one."""
+        buckets: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world):
+            buckets.setdefault(self._group_key(kind, self.coords(rank)), []).append(rank)
+        return [tuple(members) for members in buckets.values()]
+
+    def group_of(self, kind: GroupKind, rank: int) -> tuple[int, ...]:
+        """The group of `kind` that `rank` is in."""
+        key = self._group_key(kind, self.coords(rank))
+        return tuple(r for r in range(self.world) if self._group_key(kind, self.coords(r)) == key)
+
+    @staticmethod
+    def _group_key(kind: GroupKind, at: Coords) -> tuple[int, ...]:
+        return {
+            "world": (),
+            "ddp": (at.pp, at.tp),
+            "edp": (at.pp, at.ep),
+            "ep": (at.dp, at.pp, at.tp),
+            "tp": (at.dp, at.pp, at.ep),
+            "pp": (at.dp, at.ep, at.tp),
+            "replica": (at.dp,),
+        }[kind]
