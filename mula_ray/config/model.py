@@ -14,7 +14,8 @@ class RouterConfig(Section):
 
     fur: bool = Field(False, description="forced uniform routing: token s goes to k consecutive experts from s mod E")
     balance: Literal["sequence", "hf"] = Field(
-        "sequence", description="load-balancing loss per sequence and layer, or pooled as transformers does (parity only)"
+        "sequence",
+        description="load-balancing loss per sequence and layer, or pooled as transformers does (parity only)",
     )
     balance_coef: float = Field(0.01, ge=0, description="weight of the load-balancing loss")
     z_coef: float = Field(0.001, ge=0, description="weight of the router z-loss")
@@ -64,7 +65,9 @@ class ModelConfig(Section):
         if (self.ffn is None) == (self.moe is None):
             raise ValueError("exactly one of model.ffn (dense) and model.moe (experts) must be set")
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
-            raise ValueError(f"hidden {self.hidden} must be an even multiple of heads {self.heads} (RoPE needs an even head_dim)")
+            raise ValueError(
+                f"hidden {self.hidden} must be an even multiple of heads {self.heads} (RoPE needs an even head_dim)"
+            )
         if self.norm == "layernorm" and self.qk_norm:
             raise ValueError("qk_norm needs norm: rmsnorm; set qk_norm: false for a layernorm model")
         return self

@@ -30,7 +30,9 @@ class ParallelConfig(Section):
     pp: PositiveInt = 1
     schedule: Literal["1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
     virtual_stages: PositiveInt = Field(1, description="stages a pipeline rank holds")
-    recompute: str = Field("none", description="none, or parts joined by +: norms, attention, moe; part@a:b limits it to layers a..b-1")
+    recompute: str = Field(
+        "none", description="none, or parts joined by +: norms, attention, moe; part@a:b limits it to layers a..b-1"
+    )
     dispatcher: Literal["auto", "allgather", "alltoall"] = "auto"
     combine_dtype: Dtype = Field("fp32", description="dtype of the EP reduce-scatter")
     backend: Literal["auto", "gloo", "ccl", "xccl", "nccl"] = "auto"
@@ -74,20 +76,26 @@ class CheckpointConfig(Section):
     persist_every: NonNegativeInt = Field(0, description="steps between model-only checkpoints; 0 never")
     keep: NonNegativeInt = Field(0, description="model-only checkpoints kept; 0 keeps all")
     mode: Literal["async", "sync"] = "async"
-    on_error: Literal["continue", "stop"] = Field("continue", description="when a save fails: train on, or stop with exit 30")
+    on_error: Literal["continue", "stop"] = Field(
+        "continue", description="when a save fails: train on, or stop with exit 30"
+    )
 
 
 class ElasticConfig(Section):
     """What happens when something fails."""
 
-    policy: Literal["shrink", "wait", "stop"] = Field("shrink", description="when spares are out: shrink dp, wait for nodes, or stop")
+    policy: Literal["shrink", "wait", "stop"] = Field(
+        "shrink", description="when spares are out: shrink dp, wait for nodes, or stop"
+    )
     min_dp: PositiveInt = 1
     wait_s: PositiveFloat = Field(600.0, description="longest wait for nodes before the run stops, seconds")
     snapshot_every: NonNegativeInt | Literal["auto"] = "auto"
     orphan_s: PositiveFloat = Field(30.0, description="how long anything outlives the driver, seconds")
     max_recoveries: PositiveInt = Field(5, description="recoveries without a new committed step that count as systemic")
     skip_bad_data: bool = Field(False, description="skip a window that fails numerically on two sets of hardware")
-    check_state_every: NonNegativeInt = Field(1, description="steps between checks of the optimizer shards' CRC; 0 never")
+    check_state_every: NonNegativeInt = Field(
+        1, description="steps between checks of the optimizer shards' CRC; 0 never"
+    )
 
 
 class ClusterConfig(Section):

@@ -1,0 +1,186 @@
+"""Is this layout legal on these nodes? Every refusal names the nearest legal choices. Pure.
+
+The one place that turns `parallel.dp: auto` into a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from mula_ray.config.errors import UserError
+from mula_ray.config.run import RunConfig
+from mula_ray.plan.layout import param_specs
+from mula_ray.plan.recompute import parse_recompute
+from mula_ray.plan.topology import Topology
+
+
+def legal_topology(config: RunConfig, nodes: int | None = None, tiles_per_node: int | None = None) -> Topology:
+    """Topology of a run on `nodes` working nodes (default: `cluster.nodes`), every constraint checked.
+
+    Raises:
+        UserError: all faults found, one a line.
+    """
+    nodes = config.cluster.nodes if nodes is None else nodes
+    tiles = config.cluster.tiles_per_node if tiles_per_node is None else tiles_per_node
+    faults = [*_model_faults(config), *_pipeline_faults(config), *_room_faults(config, nodes, tiles)]
+    if faults:
+        raise UserError("\n".join(faults))
+    parallel = config.parallel
+    replica = parallel.ep * parallel.tp * parallel.pp
+    dp = nodes * tiles // replica if parallel.dp == "auto" else parallel.dp
+    topology = Topology(dp=dp, ep=parallel.ep, tp=parallel.tp, pp=parallel.pp)
+    _refuse_pooled_balance(config, topology)
+    return topology
+
+
+def single_process_topology(config: RunConfig) -> Topology:
+    """Topology of `--in-process`: one rank, whatever the cluster section says.
+
+    Raises:
+        UserError: the configuration fixes a layout that needs more ranks.
+    """
+    parallel = config.parallel
+    sizes = {axis: getattr(parallel, axis) for axis in ("dp", "ep", "tp", "pp")}
+    larger = [f"parallel.{axis} {size}" for axis, size in sizes.items() if size not in (1, "auto")]
+    if larger:
+        fix = " ".join(f"--set {item.split()[0]}=1" for item in larger)
+        raise UserError(f"--in-process runs one rank, but the configuration has {', '.join(larger)}; add {fix}")
+    return legal_topology(config, nodes=1, tiles_per_node=1)
+
+
+def warnings(config: RunConfig, topology: Topology) -> list[str]:
+    """Legal, but the person should know."""
+    result = []
+    tiles, parallel = config.cluster.tiles_per_node, config.parallel
+    if topology.ep > tiles:
+        result.append(
+            f"parallel.ep {topology.ep} is more than the {tiles} tiles of a node: expert traffic crosses the network; "
+            "the all-to-all dispatcher is used" + ("" if parallel.dispatcher == "auto" else f" ({parallel.dispatcher})")
+        )
+    if config.train.global_batch < topology.ddp:
+        result.append(
+            f"train.global_batch {config.train.global_batch} is less than the {topology.ddp} ranks that take samples "
+            f"(dp x ep): {topology.ddp - config.train.global_batch} of them have nothing to do in every step"
+        )
+    if topology.pp > 1:
+        batches = micro_batches(config, topology)
+        if batches < topology.pp:
+            result.append(
+                f"{batches} micro-batches a step on {topology.pp} pipeline ranks: most of the pipeline is idle; "
+                "raise train.global_batch or lower parallel.pp"
+            )
+    return result
+
+
+def micro_batches(config: RunConfig, topology: Topology) -> int:
+    """Micro-batches that every rank runs in a step (some may be empty when the batch does not divide)."""
+    samples = -(-config.train.global_batch // topology.ddp)
+    return -(-samples // config.train.micro_batch)
+
+
+def _model_faults(config: RunConfig) -> Iterator[str]:
+    model, parallel = config.model, config.parallel
+    if model.moe is None and parallel.ep > 1:
+        yield f"parallel.ep is {parallel.ep}, but the model is dense (model.ffn): no experts to split; set parallel.ep=1"
+    if model.moe is not None and model.moe.experts % parallel.ep:
+        yield (
+            f"parallel.ep is {parallel.ep}, which does not divide model.moe.experts {model.moe.experts}; "
+            f"nearest legal: {_near(parallel.ep, _divisors(model.moe.experts))}"
+        )
+    if model.heads % parallel.tp:
+        yield (
+            f"parallel.tp is {parallel.tp}, which does not divide model.heads {model.heads}; "
+            f"nearest legal: {_near(parallel.tp, _divisors(model.heads))}"
+        )
+        return
+    for spec in param_specs(model):
+        if spec.tp_axis is not None and spec.shape[spec.tp_axis] % parallel.tp:
+            size = spec.shape[spec.tp_axis]
+            yield (
+                f"parallel.tp is {parallel.tp}, which does not divide dim {spec.tp_axis} of {spec.name} ({size}); "
+                f"nearest legal: {_near(parallel.tp, (n for n in _divisors(size) if model.heads % n == 0))}"
+            )
+            return
+    tokens = config.train.micro_batch * config.data.context
+    if model.moe is not None and tokens % parallel.tp:
+        yield (
+            f"parallel.tp is {parallel.tp}, which does not divide the {tokens} tokens of a micro-batch "
+            f"(train.micro_batch x data.context); nearest legal: {_near(parallel.tp, _divisors(tokens))}"
+        )
+
+
+def _pipeline_faults(config: RunConfig) -> Iterator[str]:
+    model, parallel = config.model, config.parallel
+    virtual, schedule = parallel.virtual_stages, parallel.schedule
+    try:
+        parse_recompute(parallel.recompute, model.layers)
+    except UserError as error:
+        yield str(error)
+    if parallel.pp == 1:
+        if virtual > 1:
+            yield f"parallel.virtual_stages is {virtual}, but parallel.pp is 1: no pipeline; set virtual_stages=1"
+        return
+    if schedule == "interleaved" and virtual == 1:
+        yield "parallel.schedule interleaved needs parallel.virtual_stages >= 2; raise it, or use schedule: 1f1b"
+    if schedule == "1f1b" and virtual > 1:
+        yield f"parallel.schedule 1f1b has one stage a rank, but virtual_stages is {virtual}; use schedule: interleaved"
+    if schedule == "zbv" and virtual != 2:
+        yield f"parallel.schedule zbv holds two stages a rank, but virtual_stages is {virtual}; set virtual_stages=2"
+    stages = parallel.pp * virtual
+    if stages > model.layers:
+        legal = range(1, model.layers // virtual + 1)
+        yield (
+            f"parallel.pp {parallel.pp} x virtual_stages {virtual} = {stages} stages, but the model has {model.layers} "
+            f"layers; nearest legal parallel.pp: {_near(parallel.pp, legal)}"
+        )
+
+
+def _room_faults(config: RunConfig, nodes: int, tiles: int) -> Iterator[str]:
+    parallel = config.parallel
+    room, replica = nodes * tiles, parallel.ep * parallel.tp * parallel.pp
+    whole = f"{nodes} nodes x {tiles} tiles = {room} tiles (cluster.nodes, cluster.tiles_per_node)"
+    product = f"ep {parallel.ep} x tp {parallel.tp} x pp {parallel.pp} = {replica}"
+    if replica > room:
+        yield f"one replica needs {product} tiles, but there are {whole}; use at least {-(-replica // tiles)} nodes"
+        return
+    if replica % tiles and tiles % replica:
+        legal = (n for n in range(1, room + 1) if n % tiles == 0 or tiles % n == 0)
+        yield (
+            f"one replica has {product} ranks, which neither fill whole nodes of {tiles} tiles nor divide one; "
+            f"nearest legal sizes: {_near(replica, legal)}"
+        )
+        return
+    if room % replica:
+        nodes_each = replica // tiles
+        yield (
+            f"replicas of {product} ranks take {nodes_each} nodes each, which does not divide {whole}; "
+            f"nearest legal cluster.nodes: {_near(nodes, range(nodes_each, nodes + nodes_each + 1, nodes_each))}"
+        )
+        return
+    if parallel.dp != "auto" and parallel.dp * replica != room:
+        yield (
+            f"parallel.dp {parallel.dp} x {product} = {parallel.dp * replica} ranks, but there are {whole}; "
+            f"set parallel.dp={room // replica} or dp: auto"
+            + (f", or cluster.nodes={parallel.dp * replica // tiles}" if parallel.dp * replica % tiles == 0 else "")
+        )
+
+
+def _refuse_pooled_balance(config: RunConfig, topology: Topology) -> None:
+    if config.model.moe is None or config.model.router.balance != "hf":
+        return
+    if topology.world > 1 or micro_batches(config, topology) > 1:
+        raise UserError(
+            f"model.router.balance is hf, which pools over the whole batch: it needs one rank and one micro-batch; "
+            f"here are {topology.world} ranks x {micro_batches(config, topology)} micro-batches; use balance: sequence"
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _near(wanted: int, legal: Iterable[int]) -> str:
+    """The legal values closest to `wanted`: up to two below and two above it."""
+    values = sorted(set(legal))
+    below, above = [n for n in values if n <= wanted][-2:], [n for n in values if n > wanted][:2]
+    return ", ".join(str(n) for n in below + above)
