@@ -81,7 +81,7 @@ def micro_batches(config: RunConfig, topology: Topology) -> int:
 def _model_faults(config: RunConfig) -> Iterator[str]:
     model, parallel = config.model, config.parallel
     if model.moe is None and parallel.ep > 1:
-        yield f"parallel.ep is {parallel.ep}, but the model is dense (model.ffn): no experts to split; set parallel.ep=1"
+        yield f"parallel.ep is {parallel.ep}, but the model is dense (model.ffn): no experts to split; set ep=1"
     if model.moe is not None and model.moe.experts % parallel.ep:
         yield (
             f"parallel.ep is {parallel.ep}, which does not divide model.moe.experts {model.moe.experts}; "
