@@ -138,7 +138,7 @@ class ExpertWindow:
                 "dead": load.dead().tolist(),
             },
         }
-        if (step + 1) % self._every == 0:
+        if step % self._every == 0:
             fields["expert_counts"] = self._counts.tolist()
             fields["expert_counts_steps"] = self._steps
             self._counts, self._steps = None, 0
@@ -147,7 +147,9 @@ class ExpertWindow:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A step's line of `metrics.jsonl`. Seconds are wall time; `tokens` are those of this step, over all ranks.
+    """A step's line of `metrics.jsonl`. Steps count from 1: `step` is the number of committed steps once it is done,
+    as in checkpoints and events. Seconds are wall time; `tokens` are those of this step, over all ranks; `step_s` is
+    the whole step, data wait and checkpoint stall included.
 
     `loss` is the cross-entropy, mean over tokens; `aux_loss` and `z_loss` stand apart from it. `phases` are seconds by
     name (`PHASES`), of the reporting rank. `experts` is what `ExpertWindow.add` returned.

@@ -107,7 +107,7 @@ class Progress:
     def step(self, record: StepRecord) -> None:
         """A step ended."""
         view = self.view
-        view.done, view.generation, view.state = record.step + 1, record.generation, "training"
+        view.done, view.generation, view.state = record.step, record.generation, "training"
         view.loss, view.mfu = record.loss, record.mfu
         view.tokens_per_s = record.tokens_per_s
         self._recent.append((self._clock(), view.done))

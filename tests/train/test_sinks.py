@@ -139,10 +139,10 @@ def test_plain_progress_lines_hold_what_a_person_asks_for() -> None:
     now = [0.0]
     with Progress(100, stream=out, interval_s=10, clock=lambda: now[0]) as progress:
         progress.membership(0, active=2, spares=1)
-        for step in range(100):
+        for step in range(1, 101):
             now[0] += 1.0
             progress.step(record(step, loss=3.0))
-            if step == 49:
+            if step == 50:
                 progress.checkpoint(50)
         progress.evaluation(EvalRecord(100, 0, 2.5, 640, 0.1))
     lines = out.getvalue().splitlines()
@@ -159,7 +159,7 @@ def test_live_progress_ends_cleanly() -> None:
     progress = Progress(2, stream=out, live=True)
     progress.step(record(0))
     progress.note("a node was lost")
-    progress.step(record(1))
+    progress.step(record(2))
     progress.close()
     progress.close()
     assert "a node was lost" in out.getvalue()
