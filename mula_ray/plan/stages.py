@@ -54,8 +54,13 @@ def split_stages(layers: int, count: int) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
+def stage_owner(stage: int, pp: int, schedule: str) -> int:
+    """Pipeline rank that holds `stage`: looped, or a V for the `zbv` schedule."""
+    if schedule == "zbv" and stage >= pp:
+        return 2 * pp - 1 - stage
+    return stage % pp
+
+
 def rank_stages(pp: int, virtual: int, schedule: str, pp_rank: int) -> tuple[int, ...]:
-    """Indices of the stages that pipeline rank `pp_rank` holds: looped, or a V for the `zbv` schedule."""
-    if schedule == "zbv":
-        return (pp_rank, 2 * pp - 1 - pp_rank)
-    return tuple(pp_rank + pp * v for v in range(virtual))
+    """Indices of the stages that pipeline rank `pp_rank` holds, ascending."""
+    return tuple(stage for stage in range(pp * virtual) if stage_owner(stage, pp, schedule) == pp_rank)
