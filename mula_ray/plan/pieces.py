@@ -6,7 +6,7 @@ The one type in which the optimizer, checkpoints and snapshots meet.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq"]
 
@@ -37,3 +37,14 @@ class Piece:
     def nbytes(self) -> int:
         """Bytes of the piece."""
         return self.numel * (4 if self.dtype == "fp32" else 2)
+
+
+class StateReader(Protocol):
+    """Where state comes from: a checkpoint, or a memory snapshot."""
+
+    def read_into(self, piece: Piece, out: Any) -> None:
+        """Fill `out`, a flat tensor (or writable buffer) of `piece.numel` elements of `piece.dtype`, with the piece.
+
+        Raises:
+            KeyError: the state does not have it.
+        """

@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-GroupKind = Literal["world", "ddp", "edp", "ep", "tp", "pp", "replica"]
-GROUP_KINDS: tuple[GroupKind, ...] = ("world", "ddp", "edp", "ep", "tp", "pp", "replica")
+GroupKind = Literal["world", "ddp", "edp", "dp", "ep", "tp", "pp", "replica"]
+GROUP_KINDS: tuple[GroupKind, ...] = ("world", "ddp", "edp", "dp", "ep", "tp", "pp", "replica")
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,7 @@ class Topology:
             "world": (),
             "ddp": (at.pp, at.tp),
             "edp": (at.pp, at.ep),
+            "dp": (at.pp, at.ep, at.tp),
             "ep": (at.dp, at.pp, at.tp),
             "tp": (at.dp, at.pp, at.ep),
             "pp": (at.dp, at.ep, at.tp),
