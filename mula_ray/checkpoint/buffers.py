@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -40,3 +41,23 @@ def host_array(buffer: Any, piece: Piece) -> Array:
 def is_device_tensor(buffer: Any) -> bool:
     """Whether `buffer` is a tensor that does not lie in host memory."""
     return hasattr(buffer, "detach") and buffer.device.type != "cpu"
+
+
+def select(items: Iterable[tuple[Piece, Any]], wanted: Iterable[Piece]) -> list[tuple[Piece, Any]]:
+    """Views of `items` (pieces and flat tensors) for each piece of `wanted`, a part of one of them.
+
+    Raises:
+        KeyError: a wanted piece is not part of any item.
+    """
+    held: dict[tuple[str, str, tuple[int, ...], tuple[int, ...]], list[tuple[Piece, Any]]] = {}
+    for piece, buffer in items:
+        held.setdefault((piece.name, piece.kind, piece.offset, piece.shape), []).append((piece, buffer))
+    chosen = []
+    for piece in wanted:
+        for whole, buffer in held.get((piece.name, piece.kind, piece.offset, piece.shape), ()):
+            if whole.start <= piece.start and piece.stop <= whole.stop:
+                chosen.append((piece, buffer[piece.start - whole.start : piece.stop - whole.start]))
+                break
+        else:
+            raise KeyError(f"this rank does not hold {piece}")
+    return chosen

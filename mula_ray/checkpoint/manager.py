@@ -14,7 +14,6 @@ like any other, without one it is rubbish; `tidy` finishes or removes it.
 from __future__ import annotations
 
 import contextlib
-import re
 import secrets
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,24 +25,23 @@ from typing import Any
 from mula_ray.checkpoint.failures import Damage, DamagedCheckpoint, StoreFailure
 from mula_ray.checkpoint.filesystem import FileSystem, RealFileSystem
 from mula_ray.checkpoint.lease import Lease
-from mula_ray.checkpoint.reader import CheckpointReader, read_manifest
+from mula_ray.checkpoint.reader import read_manifest
+from mula_ray.checkpoint.scan import (
+    NEW,
+    OURS,
+    SLOTS,
+    Found,
+    ever_committed,
+    find_latest,
+    names_in,
+    scan,
+    slot_of,
+    verify_folder,
+)
 from mula_ray.checkpoint.store import part_name, remove_folder, write_manifest, write_part
 from mula_ray.plan.format import MANIFEST, CheckpointKind, Facts, FileEntry, Manifest
 from mula_ray.plan.overlap import coverage_problems
 from mula_ray.plan.pieces import Piece
-
-SLOTS = ("full-a", "full-b")
-_NEW = re.compile(r"new-(full-a|full-b|model-\d+)-g\d+-[0-9a-f]{6}")
-_OURS = re.compile(rf"full-a|full-b|model-\d+|{_NEW.pattern}")
-
-
-@dataclass(frozen=True)
-class Found:
-    """A checkpoint that may be loaded, and those that had to be passed over on the way to it."""
-
-    path: Path
-    manifest: Manifest
-    rejected: tuple[DamagedCheckpoint, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Pending:
 
 
 class CheckpointManager:
-    """The one writer of a run's `checkpoints/` folder (readers need none: see `scan`, `find_latest`).
+    """The one writer of a run's `checkpoints/` folder (readers need none: see scan.py).
 
     One save of a kind at a time. Thread-safe: `settle` may run in another thread.
     """
@@ -140,7 +138,8 @@ class CheckpointManager:
 
         Raises:
             StoreFailure: `committed` when a sound checkpoint of this step is there (unless `replace`), `busy` when the
-                save before it is still under way, `lease` when we are not the writer any more, else what the file system refused.
+                save before it is still under way, `lease` when we are not the writer any more, else what the file
+                system refused.
         """
         with self._lock:
             self.lease.check()
@@ -202,7 +201,7 @@ class CheckpointManager:
             StoreFailure: what the file system refused; the checkpoint stays where it is and `tidy` tries again.
         """
         try:
-            damages = [] if verified else _verify(pending.folder, self.fs)
+            damages = [] if verified else verify_folder(pending.folder, self.fs)
             with self._lock:
                 self.lease.check()
                 if damages:
@@ -242,17 +241,17 @@ class CheckpointManager:
         """Finish what a crash interrupted: settle committed saves, remove the rest. Saves under way are left alone."""
         with self._lock:
             self.lease.check()
-            for name in _names(self.root, self.fs):
-                if name in self._active or not _OURS.fullmatch(name):
+            for name in names_in(self.root, self.fs):
+                if name in self._active or not OURS.fullmatch(name):
                     continue
                 folder = self.root / name
-                if MANIFEST not in _names(folder, self.fs):
+                if MANIFEST not in names_in(folder, self.fs):
                     remove_folder(folder, self.fs)
                     continue
-                new = _NEW.fullmatch(name)
+                new = NEW.fullmatch(name)
                 if new is None:
                     continue
-                if _verify(folder, self.fs):
+                if verify_folder(folder, self.fs):
                     remove_folder(folder, self.fs)
                 else:
                     self._promote(folder, self._tidy_target(folder, new[1]))
@@ -263,7 +262,7 @@ class CheckpointManager:
             self.lease.check()
             full = [(path, m) for path, m in scan(self.root, self.fs)[0] if m.kind == "full"]
             full = [(path, m) for path, m in full if path.name not in self._active]
-            if len(full) < 2 or _verify(full[0][0], self.fs):
+            if len(full) < 2 or verify_folder(full[0][0], self.fs):
                 return False
             remove_folder(full[-1][0], self.fs)
             return True
@@ -291,7 +290,7 @@ class CheckpointManager:
         ]
         if not replace and any(m.facts.step == step for _, m in full):
             raise StoreFailure("committed", self.root, f"a full checkpoint of step {step} is there already")
-        held = next((_slot_of(path.name) for path, _ in full), SLOTS[1])
+        held = next((slot_of(path.name) for path, _ in full), SLOTS[1])
         return SLOTS[1] if held == SLOTS[0] else SLOTS[0]
 
     def _tidy_target(self, folder: Path, target: str) -> str:
@@ -313,55 +312,6 @@ class CheckpointManager:
             raise StoreFailure.of(error, self.root / target) from error
 
 
-def scan(root: Path, fs: FileSystem | None = None) -> tuple[list[tuple[Path, Manifest]], list[DamagedCheckpoint]]:
-    """Every checkpoint in the folder, newest first, and those whose manifest cannot be trusted. Always re-listed."""
-    fs = fs or RealFileSystem()
-    sound, damaged = [], []
-    for name in _names(root, fs):
-        if not _OURS.fullmatch(name) or MANIFEST not in _names(root / name, fs):
-            continue
-        try:
-            sound.append((root / name, read_manifest(root / name, fs)))
-        except DamagedCheckpoint as error:
-            damaged.append(error)
-    return sorted(sound, key=lambda item: (item[1].order, item[0].name), reverse=True), damaged
-
-
-def find_latest(
-    root: Path,
-    fs: FileSystem | None = None,
-    *,
-    deep: bool = True,
-    skip: Iterable[tuple[str, tuple[int, int]]] = (),
-    kind: CheckpointKind = "full",
-) -> Found | None:
-    """The newest sound checkpoint of a kind; needs no lease. See CheckpointManager.latest."""
-    sound, rejected = scan(root, fs)
-    skipped = set(skip)
-    for path, manifest in sound:
-        if manifest.kind != kind or (path.name, manifest.order) in skipped:
-            continue
-        damages = _verify(path, fs or RealFileSystem(), deep)
-        if not damages:
-            return Found(path, manifest, tuple(rejected))
-        rejected.append(DamagedCheckpoint(path, damages))
-    return None
-
-
-def ever_committed(root: Path, fs: FileSystem | None = None) -> bool:
-    """Whether a manifest, sound or not, is in the folder: then starting afresh would hide a loss."""
-    fs = fs or RealFileSystem()
-    return any(MANIFEST in _names(root / name, fs) for name in _names(root, fs) if _OURS.fullmatch(name))
-
-
-def _verify(path: Path, fs: FileSystem, deep: bool = True) -> list[Damage]:
-    try:
-        with CheckpointReader(path, fs) as reader:
-            return reader.verify(cold=True) if deep else []
-    except DamagedCheckpoint as error:
-        return error.damages
-
-
 def _coverage(files: Iterable[FileEntry], shapes: Mapping[str, tuple[int, ...]] | None) -> list[str]:
     """Problems, by name, of what the files hold together; `shapes` None takes the pieces' own word for the shapes."""
     held: dict[tuple[str, str], list[Piece]] = {}
@@ -381,17 +331,3 @@ def _coverage(files: Iterable[FileEntry], shapes: Mapping[str, tuple[int, ...]] 
         shape = shapes[name] if shapes is not None else pieces[0].global_shape
         problems += [f"{kind} of {problem}" for problem in coverage_problems(name, shape, pieces)]
     return problems
-
-
-def _slot_of(name: str) -> str:
-    new = _NEW.fullmatch(name)
-    return new[1] if new else name
-
-
-def _names(path: Path, fs: FileSystem) -> list[str]:
-    try:
-        return fs.names(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise StoreFailure.of(error, path) from error

@@ -128,7 +128,7 @@ class CheckpointReader(ReshardingReader[DiskPiece]):
             raise DamagedCheckpoint(self.path, damages)
 
     def verify(self, files: Iterable[str] | None = None, cold: bool = False) -> list[Damage]:
-        """Re-read every byte of `files` (default: all) and list what is wrong; `cold` asks the device, not the cache."""
+        """Re-read every byte of `files` (default: all) and list what is wrong; `cold` asks the device, not a cache."""
         wanted = set(files) if files is not None else None
         damages: list[Damage] = []
         for entry in self.manifest.files:

@@ -30,11 +30,14 @@ class ReshardingReader(Generic[SourceT]):
     Subclasses say how the elements of a source come into an array (`_copy`).
 
     `optimizer_lost=True` reads a model-only checkpoint as full state: masters from the weights, moments zero.
+    `copies=True` allows sources to overlap (memory snapshots of replicas, which hold the same bits).
     """
 
-    def __init__(self, where: str, sources: Iterable[SourceT], optimizer_lost: bool = False) -> None:
+    def __init__(
+        self, where: str, sources: Iterable[SourceT], optimizer_lost: bool = False, copies: bool = False
+    ) -> None:
         self.where = where
-        self.optimizer_lost = optimizer_lost
+        self.optimizer_lost, self.copies = optimizer_lost, copies
         self._index: dict[tuple[str, str], list[SourceT]] = {}
         for source in sources:
             self._index.setdefault((source.piece.name, source.piece.kind), []).append(source)
@@ -78,8 +81,7 @@ class ReshardingReader(Generic[SourceT]):
         self._fill(piece, target, sources)
 
     def _fill(self, piece: Piece, target: Array, sources: Sequence[SourceT]) -> None:
-        found = 0
-        jobs = []
+        found, jobs = 0, []
         for source in sources:
             if source.piece.global_shape != piece.global_shape:
                 detail = f"stored with shape {source.piece.global_shape}, asked for {piece.global_shape}"
@@ -88,6 +90,12 @@ class ReshardingReader(Generic[SourceT]):
             found += sum(overlap.numel for overlap in common)
             if common:
                 jobs.append((source, common))
+        if self.copies and found > piece.numel:
+            seen = np.zeros(piece.numel, np.uint8)
+            for source, common in jobs:
+                for overlap in common:
+                    copy_overlap(overlap, np.ones(source.piece.numel, np.uint8), seen)
+            found = int(seen.sum())
         if found != piece.numel:
             what = "missing" if found < piece.numel else "stored twice"
             detail = f"{abs(piece.numel - found)} of {piece.numel} elements of {piece.kind} are {what}"

@@ -75,7 +75,10 @@ class FileEntry:
         """Parse and check; raises FormatError."""
         try:
             pieces = tuple(_piece_from_json(item) for item in data["pieces"])
-            entry = FileEntry(*(_typed(data, name, kind) for name, kind in _ENTRY_TYPES), pieces=pieces)
+            size, header, header_crc, crc = (
+                _typed(data, key, int) for key in ("size", "header", "header_crc32", "crc32")
+            )
+            entry = FileEntry(_typed(data, "name", str), size, header, header_crc, crc, pieces)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FormatError(f"a file entry is malformed: {error!r}") from error
         entry.check()
@@ -216,11 +219,6 @@ def safetensors_header(pieces: Sequence[Piece]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-_ENTRY_TYPES: tuple[tuple[str, type], ...] = (
-    ("name", str), ("size", int), ("header", int), ("header_crc32", int), ("crc32", int),
-)  # fmt: skip
-
-
 def _piece_to_json(stored: StoredPiece) -> dict[str, Any]:
     plain = {f.name: getattr(stored.piece, f.name) for f in dataclasses.fields(Piece)}
     plain |= {"begin": stored.begin, "crc32": stored.crc32}
@@ -238,7 +236,7 @@ def _piece_from_json(data: Mapping[str, Any]) -> StoredPiece:
 
 def _typed(data: Mapping[str, Any], key: str, kind: type) -> Any:
     value = data[key]
-    if type(value) is not kind or (kind is int and value < 0):
+    if type(value) is not kind or (isinstance(value, int) and value < 0):
         raise FormatError(f"{key} is {value!r}, expected {kind.__name__}")
     return value
 

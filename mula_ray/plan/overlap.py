@@ -7,6 +7,7 @@ buffers, so resharding is a few array copies and no loop over elements.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -105,6 +106,20 @@ def overlaps(src: Piece, dst: Piece) -> Iterator[Overlap]:
             shape = tuple(h - lo for lo, h in zip(low, high, strict=True))
             if all(size > 0 for size in shape):
                 yield Overlap(a, b, _minus(low, a.offset), _minus(low, b.offset), shape)
+
+
+def common_pieces(src: Piece, dst: Piece) -> list[Piece]:
+    """What `dst` can take from `src`, as pieces that are whole boxes (kind and dtype of `src`)."""
+    return [
+        dataclasses.replace(
+            src,
+            offset=tuple(a + b for a, b in zip(overlap.src.offset, overlap.src_at, strict=True)),
+            shape=overlap.shape,
+            start=0,
+            stop=overlap.numel,
+        )
+        for overlap in overlaps(src, dst)
+    ]
 
 
 def copy_overlap(overlap: Overlap, src: Array, dst: Array) -> None:
