@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from mula_ray.elastic.events import Tier
-from mula_ray.elastic.placement import Placement
+from mula_ray.elastic.placement import Node, Placement, buddies
 
 
 @dataclass(frozen=True)
@@ -30,14 +32,26 @@ class Fence:
 
 @dataclass(frozen=True)
 class StartGeneration:
-    """Start `placement` as `generation`. `buddies[i]`: node that keeps the copy of seat i's snapshots (None: nobody).
-    `skips`: steps that are counted but not trained (their window is left out). Answer: `GenerationReady`."""
+    """Start `placement` as `generation`. Answer: `GenerationReady`.
+
+    `buddies[i]`: node that keeps the copy of seat i's snapshots (None: nobody); found on first use from `nodes` (all
+    usable ones) and `idle` (without a seat). `skips`: steps that are counted but not trained (their window is left
+    out). `rebuild`: copies in memory are not complete; the ranks write a snapshot of the restored state before their
+    first step.
+    """
 
     generation: int
     placement: Placement
     restore: Restore
-    buddies: tuple[str | None, ...] = ()
+    nodes: Mapping[str, Node] = field(default_factory=dict, compare=False, repr=False)
+    idle: tuple[str, ...] = field(default=(), compare=False, repr=False)
     skips: tuple[int, ...] = ()
+    rebuild: bool = False
+
+    @cached_property
+    def buddies(self) -> tuple[str | None, ...]:
+        """One entry a seat."""
+        return buddies(self.placement.seats, self.nodes, self.idle)
 
 
 @dataclass(frozen=True)
@@ -59,7 +73,7 @@ class RequestSave:
 
 @dataclass(frozen=True)
 class Cordon:
-    """`node` is not used again. End its agent once no restore needs it (after the next `GenerationReady`)."""
+    """`node` is not used again. End its agent once a newer snapshot is published: until then it may hold the last."""
 
     node: str
     why: str

@@ -27,6 +27,7 @@ come later are further `NodeJoined` at any time; a node whose agent was started 
 4. `AskStop(g, save, why)`: the ranks agree on a last step (the stop flag of the step's all-reduce), save as told, exit.
    Answer: `GenerationEnded(asked=True)`. If they do not by `wake_at`, the policy fences them.
 5. All steps done and the last checkpoint committed: `GenerationEnded(asked=False)`.
+Every wait of the policy is bounded: an answer that never comes is a failure when `state.wake_at` passes.
 
 **End.** `Finish(code, reason)` is always the last command: kill what is left, end the agents, write `exit.json`.
 
@@ -276,11 +277,15 @@ class CheckpointCommitted:
 
 @dataclass(frozen=True)
 class GenerationEnded:
-    """All ranks exited cleanly after `step`; `asked`: because of `AskStop`, else the run's steps are done."""
+    """All ranks exited cleanly after `step`; `asked`: because of `AskStop`, else the run's steps are done.
+
+    `saved`: the save to `save` (as `AskStop` named it; the last checkpoint of the run otherwise) succeeded."""
 
     generation: int
     step: int
     asked: bool
+    saved: bool = True
+    save: Literal["memory", "disk"] = "disk"
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ generation means giving a node to every seat; everything else follows from the s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from mula_ray.config.errors import UserError
 from mula_ray.plan.topology import Topology
@@ -86,6 +86,14 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Node:
+    """A usable node. `domain`: failure domain (rack, chassis, host); `serial`: order in which nodes joined."""
+
+    domain: str
+    serial: int
+
+
+@dataclass(frozen=True)
 class Placement:
     """Nodes of one generation: `seats[i]` is the node of seat i."""
 
@@ -143,23 +151,38 @@ def place(shape: Shape, dp: int, previous: Sequence[str], keep: Container[str], 
     return Placement(shape, dp, tuple(seats))
 
 
-def buddies(seats: Sequence[str], domains: Mapping[str, str], idle: Sequence[str] = ()) -> tuple[str | None, ...]:
+def exchange(placement: Placement, suspects: Collection[str]) -> Placement:
+    """The same nodes with other seats: every suspect's seat goes to a node that is none.
+
+    Without suspects all move on by one. A single node stays.
+    """
+    seats = list(placement.seats)
+    others = [i for i, node in enumerate(seats) if node not in suspects]
+    seats_of_suspects = [i for i, node in enumerate(seats) if node in suspects]
+    if suspects and len(others) >= len(seats_of_suspects):
+        for mine, other in zip(seats_of_suspects, others, strict=False):
+            seats[mine], seats[other] = seats[other], seats[mine]
+    else:
+        seats = seats[1:] + seats[:1]
+    return replace(placement, seats=tuple(seats))
+
+
+def buddies(seats: Sequence[str], nodes: Mapping[str, Node], idle: Sequence[str] = ()) -> tuple[str | None, ...]:
     """For every seat the node that keeps the copy of its snapshot: another node, in another failure domain if any is.
 
     Every node keeps one copy. Seats are ordered round the domains; the buddy is found one largest domain further on,
     which is in another domain whenever no domain has more than half of the nodes. A single seat takes the first of
     the `idle` nodes (a spare). None: there is no other node.
     """
+    domains = [nodes[node].domain if node in nodes else node for node in seats]
     count = len(seats)
     if count == 1:
-        other = [n for n in idle if n != seats[0]]
-        apart = [n for n in other if domains.get(n, n) != domains.get(seats[0], seats[0])]
-        return (next(iter(apart or other), None),)
-    sizes = Counter(domains.get(node, node) for node in seats)
-    largest = max(sizes.values(), default=1)
+        apart = [n for n in idle if n in nodes and nodes[n].domain != domains[0]]
+        return (next(iter(apart or idle), None),)
+    largest = max(Counter(domains).values(), default=1)
     order: Sequence[int] = range(count)
     if largest > 1:
-        order = sorted(order, key=lambda seat: (domains.get(seats[seat], seats[seat]), seat))
+        order = sorted(order, key=lambda seat: (domains[seat], seat))
     shift = min(largest, max(1, count // 2))
     found: list[str | None] = [None] * count
     for at, seat in enumerate(order):
