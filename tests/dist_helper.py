@@ -1,7 +1,7 @@
 """Run a function on several ranks: processes forked from a server that has torch loaded, a store hosted by the test.
 
-`run_ranks(fn, world, *args)` calls `fn(rank, world, port, *args)` on every rank and returns the results in rank order. The first real
-exception of any rank is raised here with its traceback; the others are ended; nothing is left behind.
+`run_ranks(fn, world, *args)` calls `fn(rank, world, port, *args)` on every rank and returns the results in rank order.
+The first real exception of any rank is raised here with its traceback; the others are ended; nothing is left behind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOAD = ["torch", "torch.distributed", "mula_ray.train.engine"]
+PRELOAD = ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "mula_ray.train.engine"]
 
 
 class RankFailed(AssertionError):
@@ -27,7 +27,7 @@ class RankFailed(AssertionError):
 
 
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list[Any]:
-    """Results of `fn(rank, world, port, *args)` on `world` ranks. `fn` and `args` are pickled: module-level functions."""
+    """Results of `fn(rank, world, port, *args)` on `world` ranks. `fn`, `args`: picklable."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)

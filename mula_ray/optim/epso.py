@@ -1,13 +1,15 @@
 """EPSO, the EP-aware sharded optimizer: AdamW whose state is sharded over *all* ranks that hold the same parameter.
 
-Two families, from the one table (`plan/layout.py`): **dense** parameters are replicated over dp x ep ranks, an **expert** over
-the dp x tp ranks of its EP slice. Each family's gradients are summed, and its state sharded, over its own replicas.
+Two families, from the one table (`plan/layout.py`): **dense** parameters are replicated over dp x ep ranks, an
+**expert** over the dp x tp ranks of its EP slice. Each family's gradients are summed, and its state sharded, over its
+own replicas.
 
 The phases of a step:
 
 1. `begin_step`: gradients to zero, count the micro-batches to come;
-2. *backward*: gradients appear in the flat buffers; a bucket whose parameters are all there is reduced at once, behind the rest
-   of backward (`reduce.py`). Sums, never means: whoever makes the loss divides it by the global number of tokens;
+2. *backward*: gradients appear in the flat buffers; a bucket whose parameters are all there is reduced at once, behind
+   the rest of backward (`reduce.py`). Sums, never means: whoever makes the loss divides it by the global number of
+   tokens;
 3. `reduce`: send and await the rest; returns this rank's part of the squared norm, each element of the model counted by
    exactly one rank, so one sum over the world (the engine's agreement, which carries loss and stop flag too) is exact;
 4. `update`: clip and correct by one factor, fused AdamW on the owned shard in fp32, round into the working weights, and
@@ -256,11 +258,11 @@ class Epso:
         for family, group in zip(self.families, params, strict=True):
             if family.plan.family == "dense" and self.reducer.active:
                 for param in group:
-                    param.register_post_accumulate_grad_hook(self.reducer.ready)
+                    param.register_post_accumulate_grad_hook(self.reducer.ready)  # type: ignore[no-untyped-call]
         for stage in stages:
             for module in stage.modules():
                 if hasattr(module, "sink"):
-                    module.sink = self.sink
+                    module.sink = self.sink  # type: ignore[assignment]
 
 
 def clip_factor(norm: float, bound: float) -> float:

@@ -1,7 +1,7 @@
 """One family's memory: flat weights and gradients whose views are the parameters, and the owned shard of the state.
 
-Bytes a rank, P local elements, g ranks in the shard group: weights and gradients in the working dtype (2P + 2P in bf16),
-masters and both moments in fp32 for the owned shard (12·P/g).
+Bytes a rank, P local elements, g ranks in the shard group: weights and gradients in the working dtype (2P + 2P in
+bf16), masters and both moments in fp32 for the owned shard (12·P/g).
 """
 
 from __future__ import annotations

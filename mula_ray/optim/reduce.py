@@ -1,8 +1,8 @@
 """Gradient reduction in buckets, overlapped with backward, in one order that every rank follows.
 
-A parameter reports each accumulation of its gradient; when all micro-batches are in, the buckets that it overlaps may go.
-They go in the order of `plan.partition.launch_order`, never in the order of arrival, so that all ranks of a group issue the same
-calls whatever their timing or routing is. `finish` sends what is left and waits.
+A parameter reports each accumulation of its gradient; when all micro-batches are in, the buckets that it overlaps may
+go. They go in the order of `plan.partition.launch_order`, never in the order of arrival, so that all ranks of a group
+issue the same calls whatever their timing or routing is. `finish` sends what is left and waits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mula_ray.plan.partition import Bucket, launch_order
 
 @dataclass
 class InFlight:
-    """A bucket on its way. `result`: the owned sum, still to be copied to the shard (None: it appears where it belongs)."""
+    """A bucket on its way. `result`: the owned sum, still to be copied to the shard (None: it is where it belongs)."""
 
     family: FlatFamily
     bucket: Bucket

@@ -1,7 +1,7 @@
 """The classic sharded optimizer, kept as the baseline: state sharded over DP alone, dense state repeated over EP.
 
-The same buffers, buckets and update as EPSO; only the dense family's shard group is smaller than the group over which its
-gradients are summed.
+The same buffers, buckets and update as EPSO; only the dense family's shard group is smaller than the group over which
+its gradients are summed.
 """
 
 from __future__ import annotations

@@ -2,30 +2,50 @@
 
 1. build each stage on the meta device (nothing allocated);
 2. narrow its parameters to this rank's boxes, from the one table (`plan/layout.py`);
-3. tensor parallelism replaces the modules that talk inside a layer;
-4. expert parallelism sets the dispatchers;
+3. zero-bubble schedules hide the linear weights from autograd, tensor parallelism replaces the modules that talk
+   inside a layer;
+4. expert parallelism sets the dispatchers; TP ranks each take their share of the tokens into them;
 5. selective activation checkpointing sets the regions;
 6. the optimizer lays the parameters into flat buffers (`optim/epso.py`) and fills them, or `materialise` does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from mula_ray.config.run import RunConfig
 from mula_ray.model.init import init_param
 from mula_ray.model.moe import MoE
 from mula_ray.model.transformer import DecoderLayer, Transformer
+from mula_ray.parallel.defer import hide_linear_weights
 from mula_ray.parallel.dispatch import AllGatherDispatcher, AllToAllDispatcher
 from mula_ray.parallel.groups import Groups
 from mula_ray.parallel.recompute import apply_recompute
+from mula_ray.parallel.tensor import apply_tensor, split_tokens
 from mula_ray.plan.layout import LocalParam
 from mula_ray.plan.partition import local_params
+from mula_ray.plan.schedule import splits_backward
 from mula_ray.plan.stages import Stage, rank_stages, split_stages
 from mula_ray.plan.topology import Topology
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class _NoInit(TorchFunctionMode):
+    """Modules are built without torch's own initial values: on the meta device they mean nothing, and drawing them
+    imports torch's compiler, 2.5 s of every rank's start."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init" or func.__name__ in ("normal_", "uniform_"):
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def stages_of(config: RunConfig, topology: Topology, rank: int) -> list[Stage]:
@@ -52,24 +72,27 @@ def build_stages(
     dtype = DTYPES[config.train.dtype]
     at, stages = topology.coords(rank), []
     for stage in stages_of(config, topology, rank):
-        module = Transformer(
-            config.model,
-            stage.first_layer,
-            stage.stop_layer,
-            has_embed=stage.first,
-            has_head=stage.last,
-            device=torch.device("meta"),
-            dtype=dtype,
-            rank=rank,
-        )
+        with _NoInit():
+            module = Transformer(
+                config.model,
+                stage.first_layer,
+                stage.stop_layer,
+                has_embed=stage.first,
+                has_head=stage.last,
+                device=torch.device("meta"),
+                dtype=dtype,
+                rank=rank,
+            )
         local = local_params(config.model, topology, at, stage)
         for param in local:
             set_parameter(module, param.spec.name, nn.Parameter(torch.empty(param.shape, dtype=dtype, device="meta")))
-        if topology.tp > 1:
-            from mula_ray.parallel.tensor import apply_tensor
-
-            apply_tensor(module, config, groups)
+        if topology.pp > 1 and splits_backward(config.parallel.schedule):
+            hide_linear_weights(module)
+        if groups.tp is not None:
+            apply_tensor(module, groups.tp)
         _apply_experts(module, config, topology, groups)
+        if groups.tp is not None:
+            split_tokens(module, groups.tp)
         apply_recompute(module, config.parallel.recompute, config.model.layers)
         if init:
             materialise(module, local, config, device)

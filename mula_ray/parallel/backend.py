@@ -12,9 +12,14 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # re-exported by torch.distributed, untyped there
 
 from mula_ray.config.errors import UserError
 
+__all__ = [
+    "BackendName", "PrefixStore", "Store", "TCPStore", "choose_backend", "choose_device", "gloo_device", "make_gloo",
+    "make_group", "synchronize",
+]  # fmt: skip
 BackendName = Literal["gloo", "ccl", "xccl", "nccl"]
 DeviceName = Literal["cpu", "cuda", "xpu"]
 
@@ -65,16 +70,16 @@ def gloo_device(interface: str | None = None) -> Any:
     return dist.ProcessGroupGloo.create_default_device()
 
 
-def make_gloo(store: dist.Store, index: int, size: int, timeout: timedelta, transport: Any) -> Any:
+def make_gloo(store: Store, index: int, size: int, timeout: timedelta, transport: Any) -> Any:
     """A gloo group object; `transport` from `gloo_device`."""
-    options = dist.ProcessGroupGloo._Options()
+    options: Any = getattr(dist.ProcessGroupGloo, "_Options")()  # noqa: B009
     options._devices = [transport]
     options._timeout = timeout
     options._threads = 2
-    return dist.ProcessGroupGloo(store, index, size, options)  # type: ignore[arg-type]
+    return dist.ProcessGroupGloo(store, index, size, options)
 
 
-def make_group(name: BackendName, store: dist.Store, index: int, size: int, timeout: timedelta, transport: Any) -> Any:
+def make_group(name: BackendName, store: Store, index: int, size: int, timeout: timedelta, transport: Any) -> Any:
     """A group object of backend `name`: a torch `Backend` or `ProcessGroup`, they share the methods that we use.
 
     xccl and nccl were not run over several devices here.
@@ -86,7 +91,10 @@ def make_group(name: BackendName, store: dist.Store, index: int, size: int, time
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, index, size, options)
     if name == "xccl":
-        return dist.ProcessGroupXCCL(store, index, size)  # type: ignore[attr-defined]
+        xccl: Any = getattr(dist, "ProcessGroupXCCL")  # noqa: B009
+        xccl_options = xccl.Options()
+        xccl_options._timeout = timeout
+        return xccl(store, index, size, xccl_options)
     from mula_ray.parallel.oneccl import OneCCLGroup
 
     return OneCCLGroup(store, index, size, timeout)

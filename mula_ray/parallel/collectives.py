@@ -173,11 +173,11 @@ class _Copy(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inp: Tensor, group: Group) -> Tensor:
+    def forward(_ctx: Any, inp: Tensor, group: Group) -> Tensor:
         return all_reduce(inp.contiguous().clone(), group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 

@@ -2,9 +2,9 @@
 
 Shape suffixes: T own tokens, P ranks of the EP group, H hidden, k slots a token, C capacity of an all-to-all slice.
 
-Both move sums, never means: a rank's experts see the tokens of the whole EP group, so their gradients already are sums over
-its samples, and nothing is divided by EP anywhere. Every rank issues the same calls whatever the routing is, in forward
-and in backward, also with no token for its experts.
+Both move sums, never means: a rank's experts see the tokens of the whole EP group, so their gradients already are sums
+over its samples, and nothing is divided by EP anywhere. Every rank issues the same calls whatever the routing is, in
+forward and in backward, also with no token for its experts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from mula_ray.parallel.groups import Group
 class AllGatherDispatcher:
     """Gather all tokens of the EP group, compute the local experts' part of each, reduce-scatter the sums.
 
-    The default: regular patterns are what oneCCL is best at. Ids travel as 16 bits (as bytes: gloo has no int16), packed with
-    the routing weights into one call.
+    The default: regular patterns are what oneCCL is best at. Ids travel as 16 bits (as bytes: gloo has no int16),
+    packed with the routing weights into one call.
     """
 
     def __init__(self, group: Group, experts: int, combine_dtype: torch.dtype) -> None:
@@ -77,7 +77,8 @@ class AllToAllDispatcher:
     """Send each token only to the ranks that hold its experts; for EP groups larger than a node.
 
     Slices are equal and never empty (their size is agreed: the largest number of tokens any rank sends to any other),
-    since unequal and zero-sized all-to-all fails on several oneCCL versions. A token goes once to a rank, with all its slots.
+    since unequal and zero-sized all-to-all fails on several oneCCL versions. A token goes once to a rank, with all its
+    slots.
     """
 
     def __init__(self, group: Group, experts: int) -> None:

@@ -48,7 +48,8 @@ class Sums:
     def __init__(self, model: ModelConfig, device: torch.device) -> None:
         experts = 0 if model.moe is None else model.moe.experts
         self.scalars = torch.zeros(5, dtype=torch.float64, device=device)
-        """cross-entropy over tokens; tokens; sequences; balance over sequences; z over tokens (last two: mean of layers)"""
+        """sums of: cross-entropy over tokens; tokens; sequences; balance over sequences; z over tokens. The last two
+        are means over the layers."""
         self.counts_LE = torch.zeros((model.layers, experts), dtype=torch.float64, device=device)
         self.entropy_L = torch.zeros(model.layers, dtype=torch.float64, device=device)
 

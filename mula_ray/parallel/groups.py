@@ -2,8 +2,8 @@
 
 Store keys live under the prefix that the caller gives, `{run}/{generation}`: no generation ever meets another's. Only
 groups of more than one rank exist. Kinds with the same members share a group object within these classes, since their
-calls never overlap: reductions (world, ddp, edp, dp), ep, tp, pp. EP keeps a group of its own even where it equals ddp, so
-that its small calls in backward do not queue behind asynchronous gradient reductions.
+calls never overlap: reductions (world, ddp, edp, dp), ep, tp, pp. EP keeps a group of its own even where it equals
+ddp, so that its small calls in backward do not queue behind asynchronous gradient reductions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ import torch
 import torch.distributed as dist
 
 from mula_ray.config.errors import CannotContinue
-from mula_ray.parallel.backend import BackendName, gloo_device, make_gloo, make_group
+from mula_ray.parallel.backend import (
+    BackendName,
+    PrefixStore,
+    Store,
+    TCPStore,
+    gloo_device,
+    make_gloo,
+    make_group,
+)
 from mula_ray.plan.topology import GroupKind, Topology
 
 _SHARED_CLASS: dict[GroupKind, str] = {
@@ -91,7 +99,7 @@ class Groups:
         self,
         topology: Topology,
         rank: int,
-        store: dist.Store | None,
+        store: Store | None,
         backend: BackendName = "gloo",
         device: torch.device | str = "cpu",
         timeout_s: float = 60.0,
@@ -103,7 +111,7 @@ class Groups:
     ) -> None:
         self.topology, self.rank, self.device, self.timeout_s = topology, rank, torch.device(device), timeout_s
         self._backend, self._strict, self._observers = backend, strict, observers
-        self._store = dist.PrefixStore(prefix, store) if store is not None and prefix else store
+        self._store = PrefixStore(prefix, store) if store is not None and prefix else store
         self._made: dict[tuple[str, tuple[int, ...]], Group] = {}
         self._transport: Any = None
         self.control: Group | None = None
@@ -115,16 +123,25 @@ class Groups:
 
     @classmethod
     def connect(
-        cls, topology: Topology, rank: int, *, host: str, port: int, prefix: str, timeout_s: float = 60.0, **options: Any
+        cls,
+        topology: Topology,
+        rank: int,
+        *,
+        host: str,
+        port: int,
+        prefix: str,
+        timeout_s: float = 60.0,
+        **options: Any,
     ) -> Groups:
         """Connect to the store at `host:port` (it must listen already: a retry costs 0.4 s) and build the groups."""
         if topology.world == 1:
             return cls(topology, rank, None, timeout_s=timeout_s, **options)
         connect_s = min(CONNECT_S, timeout_s)
         try:
-            store = dist.TCPStore(host, port, None, False, timedelta(seconds=connect_s), wait_for_workers=False)
+            store = TCPStore(host, port, None, False, timedelta(seconds=connect_s), wait_for_workers=False)
         except (RuntimeError, dist.DistError) as error:
-            raise CannotContinue(f"rank {rank} cannot reach the store at {host}:{port} within {connect_s:.0f} s") from error
+            where = f"{host}:{port} within {connect_s:.0f} s"
+            raise CannotContinue(f"rank {rank} cannot reach the store at {where}") from error
         store.set_timeout(timedelta(seconds=timeout_s))
         return cls(topology, rank, store, timeout_s=timeout_s, prefix=prefix, **options)
 
@@ -159,7 +176,7 @@ class Groups:
         return self._kinds["pp"]
 
     @property
-    def store(self) -> dist.Store | None:
+    def store(self) -> Store | None:
         """The prefixed store of this generation; None in a world of one."""
         return self._store
 
@@ -188,9 +205,8 @@ class Groups:
         try:
             self._transport = gloo_device(interface)
             world = tuple(range(self.topology.world))
-            pg = make_gloo(
-                dist.PrefixStore("control", self._store), self.rank, len(world), self._timeout, self._transport
-            )
+            store = PrefixStore("control", self._store)
+            pg = make_gloo(store, self.rank, len(world), self._timeout, self._transport)
             self.control = Group("control", world, self.rank, pg, self.timeout_s, "gloo", self._observers)
             for kind in _BUILT:
                 self._kinds[kind] = self._make(kind)
@@ -216,7 +232,9 @@ class Groups:
         me = pipeline.index(self.rank)
         ends = sorted({(a, b) for i in range(pp) for a, b in ((i, (i + 1) % pp), ((i + 1) % pp, i)) if a != b})
         return {
-            (a, b): self._join(f"channel{a}>{b}", "channel", (pipeline[a], pipeline[b])) for a, b in ends if me in (a, b)
+            (a, b): self._join(f"channel{a}>{b}", "channel", (pipeline[a], pipeline[b]))
+            for a, b in ends
+            if me in (a, b)
         }
 
     def _join(self, kind: str, shared: str, ranks: tuple[int, ...]) -> Group:
@@ -224,7 +242,7 @@ class Groups:
         if key not in self._made:
             assert self._store is not None
             name = f"{kind}/{'-'.join(map(str, ranks)) if len(ranks) <= 8 else f'{ranks[0]}+{len(ranks)}'}"
-            store = dist.PrefixStore(name, self._store)
+            store = PrefixStore(name, self._store)
             index = ranks.index(self.rank)
             pg = make_group(self._backend, store, index, len(ranks), self._timeout, self._transport)
             if self._strict:

@@ -130,8 +130,8 @@ def plan_family(
 ) -> FamilyPlan:
     """Lay out `params`, (position, parameter) in model order, for a replica group of `shards` ranks.
 
-    `bucket_numel` is the wished size of a bucket, in elements. Parameters named in `first` are placed at the front, where the
-    buckets that are reduced last lie: their gradients need another reduction before.
+    `bucket_numel` is the wished size of a bucket, in elements. Parameters named in `first` are placed at the front,
+    where the buckets that are reduced last lie: their gradients need another reduction before.
     """
     ordered = [item for item in params if item[1].spec.name in first]
     ordered += [item for item in params if item[1].spec.name not in first]

@@ -1,7 +1,8 @@
 """The engine of one rank: step, evaluate, state. One implementation for every layout; a world of one talks to nobody.
 
-A step: forward and backward of all micro-batches (gradients reduced behind it) → rest of the reduction → **agreement**, one
-small all-reduce on the control group that carries loss, norm, token count, stop request and statistics → clip, update, all-gather.
+A step: forward and backward of all micro-batches (gradients reduced behind it) → rest of the reduction →
+**agreement**, one small all-reduce on the control group that carries loss, norm, token count, stop request and
+statistics → clip, update, all-gather.
 A step whose loss or gradient is not finite on any rank changes nothing on any rank.
 """
 
@@ -25,6 +26,7 @@ from mula_ray.parallel.backend import synchronize
 from mula_ray.parallel.collectives import all_reduce
 from mula_ray.parallel.executor import Divisors, Executor, MicroBatch, SingleStage, Sums
 from mula_ray.parallel.groups import Groups
+from mula_ray.parallel.pipeline import make_executor
 from mula_ray.plan.pieces import Piece, StateReader
 from mula_ray.plan.topology import Topology
 
@@ -189,9 +191,8 @@ class Engine:
 
     def _make_executor(self) -> Executor:
         if self.topology.pp > 1:
-            from mula_ray.parallel.pipeline import make_executor
-
-            return make_executor(self.stages, self.config, self.topology, self.rank, self.groups, self.optimizer)
+            sink = self.optimizer.sink
+            return make_executor(self.stages, self.config, self.topology, self.rank, self.groups, sink)
         return SingleStage(self.stages[0], self.config.model)
 
     def _once_per_sample(self, vector: Tensor) -> Tensor:
