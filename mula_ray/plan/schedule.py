@@ -77,6 +77,11 @@ def build_schedule(name: str, pp: int, virtual: int, micro_batches: int) -> Sche
     return Schedule(pp, virtual, micro_batches, name, orders)
 
 
+def splits_backward(name: str) -> bool:
+    """Whether schedule `name` puts weight gradients off (zero bubble)."""
+    return name in ("zero_bubble", "zbv")
+
+
 def forward_only(name: str, pp: int, virtual: int, micro_batches: int) -> Schedule:
     """The table of an evaluation: every rank runs all micro-batches through its first stage, then its next one."""
     orders = tuple(
