@@ -249,5 +249,6 @@ class TokenSet:
         row = int(np.argmax(out.max(axis=1)))
         file = self.folder / self._entries[int(numbers[row])].file
         raise UserError(
-            f"token id {int(out[row].max())} in or after shard {file} is outside the vocabulary of {self.vocab_size}; run `mula-ray data verify {self.folder}`, then prepare the data again"
+            f"token id {int(out[row].max())} in or after shard {file} is outside the "
+            f"vocabulary of {self.vocab_size}; run `mula-ray data verify {self.folder}`, then prepare the data again"
         )

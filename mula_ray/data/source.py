@@ -57,7 +57,8 @@ def open_run_data(config: RunConfig, cache_dir: Path | None = None) -> RunData:
     if train.vocab_size > config.model.vocab_size:
         raise UserError(
             f"the data in {folder} have a vocabulary of {train.vocab_size} ids, but model.vocab_size is "
-            f"{config.model.vocab_size}; set model.vocab_size to at least {train.vocab_size}, or prepare the data with another tokenizer"
+            f"{config.model.vocab_size}; set model.vocab_size to at least {train.vocab_size}, "
+            "or prepare the data with another tokenizer"
         )
     train.check()
     held.check()
