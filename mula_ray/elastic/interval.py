@@ -1,0 +1,64 @@
+"""How often to save: from measured cost and failure rate (Young 1974, Daly 2006). Pure; seconds and steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+# Llama 3 405B: 466 interruptions in 54 days on 16,384 GPUs, 8 a node: one in 5,700 h a node.
+_NODE_MTBF_S = 5_700 * 3600.0
+# A snapshot that costs no more than this share of a step is made every step.
+_CHEAP = 0.05
+
+
+def daly(cost_s: float, mtbf_s: float) -> float:
+    """Optimal time between the starts of two saves' work, for a save that costs `cost_s`.
+
+    Daly (2006), eq. 37: sqrt(2dM)(1 + sqrt(d/2M)/3 + (d/2M)/9) - d for d < 2M, else M. Its first term is Young's.
+    """
+    if cost_s <= 0:
+        return 0.0
+    ratio = cost_s / (2 * mtbf_s)
+    if ratio >= 1:
+        return mtbf_s
+    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
+
+
+def overhead(interval_s: float, cost_s: float, mtbf_s: float, recovery_s: float) -> float:
+    """Share of time lost, first order: saves, half an interval made again a failure, and the recovery itself."""
+    return cost_s / interval_s + (interval_s / 2 + recovery_s) / mtbf_s
+
+
+def save_every(cost_s: float, step_s: float, mtbf_s: float) -> int:
+    """Steps between saves of cost `cost_s` (what the training loses, not what the write takes): at least 1."""
+    return max(1, round(daly(cost_s, mtbf_s) / step_s)) if step_s > 0 else 1
+
+
+def snapshot_every(cost_s: float, step_s: float, mtbf_s: float) -> int:
+    """Steps between memory snapshots: every step while cheap, else by cost and failure rate."""
+    return 1 if cost_s <= _CHEAP * step_s else save_every(cost_s, step_s, mtbf_s)
+
+
+@dataclass(frozen=True)
+class FailureRate:
+    """Mean time between failures of `nodes` nodes: a prior from a published run, then what this run sees.
+
+    The prior weighs as much as one failure.
+    """
+
+    nodes: int
+    failures: int = 0
+    running_s: float = 0.0
+
+    @property
+    def mtbf_s(self) -> float:
+        """Seconds between failures of the whole run (gamma prior: (prior + time) / (1 + failures))."""
+        return (_NODE_MTBF_S / max(1, self.nodes) + self.running_s) / (1 + self.failures)
+
+    def ran(self, seconds: float) -> FailureRate:
+        """After `seconds` more of running."""
+        return replace(self, running_s=self.running_s + seconds)
+
+    def failed(self) -> FailureRate:
+        """After one more failure."""
+        return replace(self, failures=self.failures + 1)
