@@ -167,9 +167,13 @@ class RingWriter(_Ring):
         self._words[_ASK_STEP] = step
         self._words[_ASK_NUMBER] += 1
 
-    def close(self) -> None:
-        """Tell all that the ring is closed and let go of the memory; readers keep theirs until they exit."""
+    def mark_closed(self) -> None:
+        """Tell all who have it mapped that nothing comes any more."""
         self._words[_CLOSED] = 1
+
+    def close(self) -> None:
+        """Let go of the memory; readers keep theirs until they exit."""
+        self.mark_closed()
         self._close()
         os.close(self.spec.fd)
 
