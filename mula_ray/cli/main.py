@@ -20,7 +20,7 @@ from pathlib import Path
 
 import typer
 
-from mula_ray.cli import bench, plan, train
+from mula_ray.cli import bench, plan, report, status, submit, train
 from mula_ray.config.errors import MulaError, UserError
 
 INTERNAL, USAGE, INTERRUPTED = 1, UserError.exit_code, 130
@@ -37,6 +37,9 @@ app = typer.Typer(
 app.command()(train.train)
 app.command()(plan.plan)
 app.command()(bench.bench)
+app.command()(status.status)
+app.command()(report.report)
+app.command()(submit.submit)
 
 
 @dataclass

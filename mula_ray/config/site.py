@@ -26,6 +26,7 @@ class NodeSpec(Section):
     device: Literal["cpu", "cuda", "xpu"]
     tiles: PositiveInt = Field(description="ranks a node: one a tile")
     tile_memory_gb: PositiveFloat = Field(description="device memory of a tile, GB (10^9 bytes)")
+    reserved_gb: NonNegativeFloat = Field(0.0, description="of that, taken by driver, library and allocator")
     memory_gb: PositiveFloat = Field(description="usable host memory, GB")
     tmp_is_memory: bool = Field(False, description="/tmp counts against host memory")
     cores: list[str] = Field(default_factory=list, description="core lists, one a tile (`1-8`); empty: not bound")

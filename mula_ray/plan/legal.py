@@ -159,7 +159,7 @@ def _room_faults(config: RunConfig, nodes: int, tiles: int) -> Iterator[str]:
         return
     if parallel.dp != "auto" and parallel.dp * replica != room:
         yield (
-            f"parallel.dp {parallel.dp} x {product} = {parallel.dp * replica} ranks, but there are {whole}; "
+            f"parallel.dp {parallel.dp} replicas of {product} are {parallel.dp * replica} ranks, not {whole}; "
             f"set parallel.dp={room // replica} or dp: auto"
             + (f", or cluster.nodes={parallel.dp * replica // tiles}" if parallel.dp * replica % tiles == 0 else "")
         )
