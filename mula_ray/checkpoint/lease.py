@@ -103,14 +103,15 @@ class Lease:
         """Make sure that we still hold the lease, with this generation.
 
         Raises:
-            StoreFailure: kind `lease`: never acquired, or another job took over.
+            StoreFailure: kind `lease`: never acquired, or another job took over; kind `gone`: the folder was removed.
         """
         mine, now = self._mine, self._read()
         if mine is None:
             raise StoreFailure("lease", self.path, "this process never acquired it", self.run_id)
-        if now is None or now.nonce != mine.nonce:
-            by = "was removed" if now is None else f"was taken over by {now.describe()}"
-            detail = f"{by}; ours was generation {mine.generation}"
+        if now is None:
+            raise StoreFailure("gone", self.path, "the folder or its lease was removed under the run", self.run_id)
+        if now.nonce != mine.nonce:
+            detail = f"was taken over by {now.describe()}; ours was generation {mine.generation}"
             raise StoreFailure("lease", self.path, detail, self.run_id)
 
     def advance(self, generation: int) -> None:
