@@ -90,6 +90,7 @@ def build_stages(
             hide_linear_weights(module)
         if groups.tp is not None:
             apply_tensor(module, groups.tp)
+        _keep_together(module)
         _apply_experts(module, config, topology, groups)
         if groups.tp is not None:
             split_tokens(module, groups.tp)
@@ -127,6 +128,14 @@ def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
     owner = module.get_submodule(path)
     assert leaf in owner._parameters, f"{name} is not a parameter of the model"
     setattr(owner, leaf, param)
+
+
+def _keep_together(module: Transformer) -> None:
+    """No rank may raise in mid-step: the others would wait in a collective. The agreement finds what is not finite."""
+    for layer in module.model.layers.values():
+        assert isinstance(layer, DecoderLayer)
+        if isinstance(layer.mlp, MoE):
+            layer.mlp.gate.raises = False
 
 
 def _apply_experts(module: Transformer, config: RunConfig, topology: Topology, groups: Groups) -> None:

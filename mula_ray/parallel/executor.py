@@ -33,6 +33,10 @@ class MicroBatch:
         starts = None if self.doc_starts is None else self.doc_starts.to(device)
         return MicroBatch(self.tokens.to(device), self.weight.to(device), starts)
 
+    def empty(self) -> MicroBatch:
+        """One of the same shape that counts for nothing."""
+        return MicroBatch(self.tokens, torch.zeros_like(self.weight), self.doc_starts)
+
 
 @dataclass(frozen=True)
 class Divisors:
@@ -71,6 +75,10 @@ class Sums:
 class Executor(Protocol):
     """Runs forward, and backward when training, of all micro-batches, in the order of its schedule."""
 
+    def complete(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """`batches`, with empty ones added where the schedule needs more."""
+        ...
+
     def run(self, batches: Sequence[MicroBatch], divisors: Divisors | None, sums: Sums) -> None:
         """Add to `sums`; with `divisors`, accumulate gradients of (sum of losses) / divisors into `.grad`."""
         ...
@@ -81,6 +89,10 @@ class SingleStage:
 
     def __init__(self, stage: Transformer, model: ModelConfig) -> None:
         self._stage, self._model = stage, model
+
+    def complete(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Any number will do."""
+        return list(batches)
 
     def run(self, batches: Sequence[MicroBatch], divisors: Divisors | None, sums: Sums) -> None:
         """See `Executor`."""

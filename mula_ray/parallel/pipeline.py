@@ -34,6 +34,7 @@ from mula_ray.plan.schedule import (
     Schedule,
     build_schedule,
     forward_only,
+    full_groups,
     messages,
     splits_backward,
 )
@@ -184,6 +185,12 @@ class PipelineExecutor:
     ) -> None:
         self._stages, self._config, self._rank, self._channels, self._sink = stages, config, pp_rank, channels, sink
         self._like = torch.empty(0, dtype=DTYPES[config.train.dtype], device=next(_parameters(stages)).device)
+
+    def complete(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Full groups of micro-batches for the interleaved schedule: a run that lost nodes may have others."""
+        parallel = self._config.parallel
+        missing = full_groups(parallel.schedule, parallel.pp, len(batches)) - len(batches)
+        return [*batches, *(batches[0].empty() for _ in range(missing))]
 
     def run(self, batches: Sequence[MicroBatch], divisors: Divisors | None, sums: Sums) -> None:
         """See `Executor`."""

@@ -11,6 +11,7 @@ from mula_ray.config.errors import UserError
 from mula_ray.config.run import RunConfig
 from mula_ray.plan.layout import param_specs
 from mula_ray.plan.recompute import parse_recompute
+from mula_ray.plan.schedule import check_schedule
 from mula_ray.plan.topology import Topology
 
 
@@ -20,6 +21,7 @@ def legal_topology(config: RunConfig, nodes: int | None = None, tiles_per_node: 
     Raises:
         UserError: all faults found, one a line.
     """
+    as_configured = nodes is None
     nodes = config.cluster.nodes if nodes is None else nodes
     tiles = config.cluster.tiles_per_node if tiles_per_node is None else tiles_per_node
     faults = [*_model_faults(config), *_pipeline_faults(config), *_room_faults(config, nodes, tiles)]
@@ -30,6 +32,8 @@ def legal_topology(config: RunConfig, nodes: int | None = None, tiles_per_node: 
     dp = nodes * tiles // replica if parallel.dp == "auto" else parallel.dp
     topology = Topology(dp=dp, ep=parallel.ep, tp=parallel.tp, pp=parallel.pp)
     _refuse_pooled_balance(config, topology)
+    if topology.pp > 1 and as_configured:  # a run that lost nodes fills the groups with empty micro-batches instead
+        check_schedule(parallel.schedule, topology.pp, parallel.virtual_stages, micro_batches(config, topology))
     return topology
 
 

@@ -65,7 +65,7 @@ def build_schedule(name: str, pp: int, virtual: int, micro_batches: int) -> Sche
     Raises:
         UserError: too few micro-batches, or a number that the schedule cannot take.
     """
-    _check(name, pp, virtual, micro_batches)
+    check_schedule(name, pp, virtual, micro_batches)
     if name == "1f1b":
         orders = tuple(_one_f_one_b(rank, pp, micro_batches) for rank in range(pp))
     elif name == "interleaved":
@@ -91,9 +91,19 @@ def forward_only(name: str, pp: int, virtual: int, micro_batches: int) -> Schedu
     return Schedule(pp, virtual, micro_batches, name, orders)
 
 
-def _check(name: str, pp: int, virtual: int, micro_batches: int) -> None:
+def full_groups(name: str, pp: int, micro_batches: int) -> int:
+    """The smallest number of micro-batches, at least `micro_batches`, that schedule `name` can take."""
+    return -(-micro_batches // pp) * pp if name == "interleaved" else micro_batches
+
+
+def check_schedule(name: str, pp: int, virtual: int, micro_batches: int) -> None:
+    """Refuse what `build_schedule` cannot build.
+
+    Raises:
+        UserError: names the nearest legal choice.
+    """
     if name == "interleaved" and micro_batches % pp:
-        below, above = micro_batches // pp * pp, -(-micro_batches // pp) * pp
+        below, above = micro_batches // pp * pp, full_groups(name, pp, micro_batches)
         legal = ", ".join(str(n) for n in (below, above) if n)
         raise UserError(
             f"schedule interleaved takes micro-batches in groups of parallel.pp {pp}, but a step has {micro_batches}; "

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from mula_ray.config.run import RunConfig
 from mula_ray.optim.epso import Epso, clip_factor, epso_sharding
+from mula_ray.optim.integrity import ReplicaHashes, StateGuard
 from mula_ray.optim.schedule import learning_rate
 from mula_ray.optim.zero1 import zero1_sharding
 from mula_ray.parallel.apply import DTYPES, build_stages, initial_value, layout_of
@@ -29,6 +29,7 @@ from mula_ray.parallel.groups import Groups
 from mula_ray.parallel.pipeline import make_executor
 from mula_ray.plan.pieces import Piece, StateReader
 from mula_ray.plan.topology import Topology
+from mula_ray.train.agreement import ExpertStats, Verdict, agree
 
 __all__ = ["Engine", "EngineHooks", "EvalResult", "ExpertStats", "MicroBatch", "NoHooks", "StepResult"]
 
@@ -49,27 +50,6 @@ class NoHooks:
 
 
 @dataclass(frozen=True)
-class ExpertStats:
-    """Load of the experts in a step, over all ranks."""
-
-    counts: Tensor
-    """(L, E) routed slots, fp64 on the CPU"""
-    entropy: Tensor
-    """(L,) mean router entropy, nats"""
-
-    @property
-    def imbalance(self) -> float:
-        """Largest over mean load of an expert, worst layer; 1 is perfect."""
-        mean = self.counts.mean(dim=1)
-        return float((self.counts.max(dim=1).values / mean.clamp(min=1e-9)).max())
-
-    @property
-    def idle(self) -> int:
-        """Experts, over all layers, that got no token."""
-        return int((self.counts == 0).sum())
-
-
-@dataclass(frozen=True)
 class StepResult:
     """What a step did, the same on all ranks. Losses are global means: `loss` cross-entropy per token in nats,
     `aux_loss` balance per sequence and layer, `z_loss` per token and layer, both without their coefficients."""
@@ -83,6 +63,10 @@ class StepResult:
     tokens: int
     finite: bool
     stop: bool
+    cause: str = ""
+    """of a step that is not finite: what is not, and the first layer whose router is not"""
+    damage: str = ""
+    """empty, or which state or weights are not what they should be; then nothing was changed, on no rank"""
     experts: ExpertStats | None = None
     phases: dict[str, float] = field(default_factory=dict)
     """seconds of forward_backward, reduce, agree, update"""
@@ -130,6 +114,7 @@ class Engine:
         )
         if init:
             self.optimizer.initialise(lambda param: initial_value(param, config))
+        self._guard = StateGuard(self.optimizer)
         self._executor = self._make_executor()
 
     def step(self, step: int, batches: list[MicroBatch], stop: bool = False) -> StepResult:
@@ -142,30 +127,49 @@ class Engine:
         divisors = Divisors(float(expected), float(expected * self.config.data.context))
         sums = Sums(self.config.model, self.device)
         with clock.phase("forward_backward"):
+            batches = self._executor.complete([batch.to(self.device) for batch in batches])
             self.optimizer.begin_step(len(batches))
-            self._executor.run([batch.to(self.device) for batch in batches], divisors, sums)
+            self._executor.run(batches, divisors, sums)
         with clock.phase("reduce"):
             squared = self.optimizer.reduce()
         with clock.phase("agree"):
-            scalars, stats, squared_norm, stopping = self._agree(sums, squared, stop)
-        loss, aux, z = _means(scalars)
+            verdict, damage = self._agree(step, sums, squared, stop)
         # The sums were divided by the batch that the configuration promises; correct when another one came.
-        correction = divisors.tokens / scalars[1] if scalars[1] else 1.0
-        norm = math.sqrt(squared_norm) * correction if squared_norm >= 0 else math.nan
-        finite = all(math.isfinite(value) for value in (norm, loss, aux, z))
+        correction = divisors.tokens / verdict.tokens if verdict.tokens else 1.0
+        norm = math.sqrt(verdict.squared_norm) * correction if verdict.squared_norm >= 0 else math.nan
+        finite = all(math.isfinite(value) for value in (norm, verdict.loss, verdict.balance, verdict.z))
         lr = learning_rate(step, self.config.optim, self.config.train.steps)
-        if finite:
+        if finite and not damage:
             with clock.phase("update"):
                 self.optimizer.update(step, lr, correction * clip_factor(norm, self.config.optim.clip))
+                if self._checks(step + 1):
+                    self._guard.write()
+                else:
+                    self._guard.forget()
         clock.done()
-        return StepResult(step, loss, aux, z, norm, lr, int(scalars[1]), finite, stopping, stats, dict(clock.seconds))
+        return StepResult(
+            step=step,
+            loss=verdict.loss,
+            aux_loss=verdict.balance,
+            z_loss=verdict.z,
+            grad_norm=norm,
+            lr=lr,
+            tokens=verdict.tokens,
+            finite=finite,
+            stop=verdict.stop,
+            cause="" if finite else _cause(verdict, norm),
+            damage=damage,
+            experts=verdict.experts,
+            phases=dict(clock.seconds),
+        )
 
     def evaluate(self, batches: list[MicroBatch]) -> EvalResult:
         """Mean cross-entropy over all ranks' samples; every rank passes the same number of micro-batches."""
         self._hooks.phase("evaluate", -1)
         sums = Sums(self.config.model, self.device)
         self._executor.run([batch.to(self.device) for batch in batches], None, sums)
-        vector = self._once_per_sample(sums.scalars.cpu())
+        speaks = self.topology.coords(self.rank).tp == 0
+        vector = sums.scalars.cpu() if speaks else torch.zeros(sums.scalars.shape, dtype=torch.float64)
         total = all_reduce(vector, self.groups.control)
         tokens = int(total[1])
         return EvalResult(float(total[0]) / tokens if tokens else math.nan, tokens)
@@ -181,6 +185,7 @@ class Engine:
     def load(self, reader: StateReader) -> None:
         """Fill the state in place from `reader`, then everybody's working weights from the masters."""
         self._hooks.phase("load", -1)
+        self._guard.forget()
         for piece, out in self.pieces():
             reader.read_into(piece, out)
         self.optimizer.load_done()
@@ -195,34 +200,42 @@ class Engine:
             return make_executor(self.stages, self.config, self.topology, self.rank, self.groups, sink)
         return SingleStage(self.stages[0], self.config.model)
 
-    def _once_per_sample(self, vector: Tensor) -> Tensor:
-        """TP ranks hold the same samples: the first of them speaks."""
-        return vector if self.topology.coords(self.rank).tp == 0 else torch.zeros_like(vector)
+    def _agree(self, step: int, sums: Sums, squared: Tensor, stop: bool) -> tuple[Verdict, str]:
+        """The agreement, and what is damaged, in words ("" if nothing is)."""
+        found = self._guard.damaged()
+        at = self.topology.coords(self.rank)
+        hashes = None
+        if self._checks(step) and self.topology.world > 1:
+            compare = ReplicaHashes(self.topology)
+            hashes = compare, compare.vector(self.optimizer, at)
+        verdict = agree(
+            sums,
+            squared,
+            self.groups.control,
+            speaks=at.tp == 0,
+            stop=stop,
+            damaged=bool(found),
+            hashes=hashes,
+            statistics=self.config.metrics.experts,
+        )
+        words = [f"optimizer state of rank {self.rank} changed at rest: {', '.join(found)}"] if found else []
+        if verdict.damaged_ranks and not found:
+            words.append(f"optimizer state of {verdict.damaged_ranks} other ranks changed at rest")
+        words += [f"replicas differ: {name}" for name in verdict.unequal]
+        return verdict, "; ".join(words)
 
-    def _agree(self, sums: Sums, squared: Tensor, stop: bool) -> tuple[list[float], ExpertStats | None, float, bool]:
-        """The one small all-reduce: (scalars of `Sums`), statistics, squared norm, whether anybody wants to stop."""
-        layers, experts = sums.counts_LE.shape
-        wants_stats = experts > 0 and self.config.metrics.experts
-        parts = [sums.scalars]
-        if wants_stats:
-            parts += [sums.counts_LE.flatten(), sums.entropy_L]
-        counted = self._once_per_sample(torch.cat(parts).cpu())
-        vector = torch.cat([counted, squared.reshape(1), torch.tensor([float(stop)], dtype=torch.float64)])
-        all_reduce(vector, self.groups.control)
-        scalars: list[float] = vector[:5].tolist()
-        stats = None
-        if wants_stats:
-            counts = vector[5 : 5 + layers * experts].view(layers, experts).clone()
-            stats = ExpertStats(counts, vector[5 + layers * experts : -2] / max(scalars[1], 1.0))
-        return scalars, stats, float(vector[-2]), bool(vector[-1] > 0)
+    def _checks(self, step: int) -> bool:
+        every = self.config.elastic.check_state_every
+        return every > 0 and step % every == 0
 
 
-def _means(scalars: Sequence[float]) -> tuple[float, float, float]:
-    """(cross-entropy per token, balance per sequence, z per token)."""
-    loss, tokens, sequences, balance, z = scalars
-    if not tokens:
-        return math.nan, math.nan, math.nan
-    return loss / tokens, balance / sequences, z / tokens
+def _cause(verdict: Verdict, norm: float) -> str:
+    """What is not finite, in words."""
+    parts = {"loss": verdict.loss, "balance loss": verdict.balance, "z-loss": verdict.z, "gradient norm": norm}
+    words = [name for name, value in parts.items() if not math.isfinite(value)]
+    if verdict.experts is not None and not bool(torch.isfinite(verdict.experts.entropy).all()):
+        words.append(f"router of layer {int((~torch.isfinite(verdict.experts.entropy)).nonzero()[0])}")
+    return ", ".join(words) + " not finite"
 
 
 class _Phase:

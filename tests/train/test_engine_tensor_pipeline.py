@@ -126,3 +126,9 @@ def test_forced_uniform_routing_and_unequal_work_in_a_pipeline(references: dict[
     assert off.scalar <= 1e-5
     assert off.weight <= 1e-5
     assert references[False].rows != one.rows
+
+
+def test_incomplete_group_of_micro_batches_is_filled_with_empty_ones(references: dict[bool, Outcome]) -> None:
+    """Three micro-batches on two interleaved ranks: what a run that lost nodes may come to."""
+    (uneven,) = run_cases([Case(1, 1, 1, 2, micro_batch=3, schedule="interleaved", virtual=2)])
+    assert difference(uneven, references[False]).scalar <= 1e-5
