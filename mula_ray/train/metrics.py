@@ -16,17 +16,15 @@ from numpy.typing import NDArray
 Reduction = Literal["sum", "mean", "max", "min"]
 
 PHASES: tuple[str, ...] = (
-    "data",
-    "forward",
+    "forward_backward",
     "dispatch",
-    "expert",
-    "combine",
-    "backward",
     "reduce",
-    "optimizer",
+    "agree",
+    "update",
     "checkpoint",
 )
-"""Names that `EngineHooks.phase` is called with. A call ends the phase before it, so their seconds never overlap."""
+"""Parts of a step whose seconds a line may carry. `dispatch` (waiting for tokens of other ranks, both ways) lies inside
+`forward_backward`; all others follow each other. Data wait has a field of its own."""
 
 
 @dataclass(frozen=True)
