@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from mula_ray.config.errors import UserError
 from mula_ray.config.load import load
-from mula_ray.plan.legal import micro_batches
+from mula_ray.plan.legal import legal_topology, micro_batches
 from mula_ray.plan.schedule import Action, bubble_formula, build_schedule, forward_only, messages, simulate
-from mula_ray.plan.topology import Topology
 
 CASES = [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero_bubble", 1), ("zero_bubble", 2), ("zbv", 2)]
 
@@ -56,9 +55,7 @@ def test_peak_of_1f1b_is_bounded_by_stages() -> None:
 def test_shipped_pipelines_idle_at_most_a_fifth(name: str) -> None:
     config = load(name, []).config
     parallel = config.parallel
-    assert isinstance(parallel.dp, int)
-    topology = Topology(parallel.dp, parallel.ep, parallel.tp, parallel.pp)
-    number = micro_batches(config, topology)
+    number = micro_batches(config, legal_topology(config))
     assert number == {"mula-100b-a7b": 4, "mula-220b-a10b": 8}[name]
     table = build_schedule(parallel.schedule, parallel.pp, parallel.virtual_stages, number)
     assert simulate(table).bubble <= 0.20
