@@ -1,8 +1,8 @@
 """A file system in memory that forgets what was not synced, and can be photographed after every single operation.
 
 Contents are durable after `sync`, names (creations, renames, removals) after `sync_folder` of their folder: stricter
-than any real file system. A crash image keeps nothing else (`lost`), everything (`kept`), or some of it (`torn`): any subset
-of the name changes, any subset of the pages written.
+than any real file system. A crash image keeps nothing else (`lost`), everything (`kept`), or some of it (`torn`): any
+subset of the name changes, any subset of the pages written.
 """
 
 # ruff: noqa: ARG005

@@ -1,5 +1,6 @@
 """Seeded damage to the newest checkpoint: never loaded in silence, the other slot takes over, the event says what."""
 
+# ruff: noqa: PT017
 from __future__ import annotations
 
 import dataclasses
