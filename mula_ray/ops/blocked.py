@@ -2,7 +2,7 @@
 
 Shape suffixes: T tokens, k slots a token, N routed rows, n rows of one block, R experts held here, H hidden, I width.
 
-Block by block (an expert's rows, at most `_BLOCK_ROWS`): gather -> gate/up GEMM -> SwiGLU -> down GEMM -> weighted
+Block by block (the rows of an expert, cut evenly when they are many): gather -> gate/up GEMM -> SwiGLU -> down GEMM -> weighted
 scatter, while the rows are in cache. Experts without rows cost nothing. Only the gate/up products (N, 2I) live from the
 forward to the backward pass; those beyond the memory guard are computed again. All in fp32, whatever the dtype of the
 model: on a CPU a bf16 GEMM is slower than widening the weights first. Sums run in a fixed order: same input, same bits.
@@ -10,6 +10,7 @@ model: on a CPU a bf16 GEMM is slower than widening the weights first. Sums run 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -18,10 +19,10 @@ from torch import Tensor, nn
 
 from mula_ray.ops.passes import Passes
 from mula_ray.ops.sink import WeightGradSink, grad_buffer
-from mula_ray.ops.sorting import RowPlan, plan_rows
+from mula_ray.ops.sorting import RowPlan
 from mula_ray.ops.workspace import Workspace
 
-_BLOCK_ROWS = 1024
+_BLOCK_BYTES = 4 << 20  # of one (n, H) fp32 buffer: what stays in cache between the operations of a block
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,17 @@ class Block(NamedTuple):
     stop: int
 
 
+def make_blocks(offsets: tuple[int, ...], hidden: int) -> list[Block]:
+    """Cut each expert's rows [offsets[e], offsets[e + 1]) into blocks of nearly equal size, none over the limit."""
+    most = max(256, _BLOCK_BYTES // (4 * hidden))
+    blocks = []
+    for expert, (start, stop) in enumerate(itertools.pairwise(offsets)):
+        parts = -(-(stop - start) // most)
+        edges = [start + (stop - start) * part // parts for part in range(parts + 1)] if parts else []
+        blocks += [Block(expert, *edge) for edge in itertools.pairwise(edges)]
+    return blocks
+
+
 def blocked_ffn(
     hidden_TH: Tensor, weights_Tk: Tensor, ids_Tk: Tensor, gate_up: nn.Parameter, down: nn.Parameter, how: Blocked
 ) -> Tensor:
@@ -55,7 +67,7 @@ class _BlockedFfn(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weights: Tensor, ids: Tensor, gate_up: nn.Parameter, down: nn.Parameter, how: Blocked
     ) -> Tensor:
-        plan = plan_rows(ids, gate_up.shape[0])
+        plan = how.passes.plan(ids, gate_up.shape[0])
         kept = how.workspace.take(min(plan.rows, how.keep_rows), gate_up.shape[1])
         ctx.save_for_backward(hidden, weights, plan.slot_N, plan.token_N, kept)
         ctx.params, ctx.how, ctx.offsets = (gate_up, down), how, plan.offsets
@@ -85,11 +97,7 @@ class _Work:
         self.hidden_TH, self.weights_Tk, self.kept_N2I, self.how = hidden_TH.contiguous(), weights_Tk, kept_N2I, how
         self.plan, self.gate_up, self.down = plan, gate_up, down
         self.weight_N = weights_Tk.reshape(-1).index_select(0, plan.slot_N).float()
-        self.blocks = [
-            Block(expert, at, min(at + _BLOCK_ROWS, stop))
-            for expert, (start, stop) in enumerate(zip(plan.offsets, plan.offsets[1:], strict=False))
-            for at in range(start, stop, _BLOCK_ROWS)
-        ]
+        self.blocks = make_blocks(plan.offsets, hidden_TH.shape[1])
         rows = max((block.stop - block.start for block in self.blocks), default=0)
         hidden, width = hidden_TH.shape[1], down.shape[2]
         take = how.workspace.take

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from mula_ray.config.errors import UserError
 from mula_ray.ops.blocked import Blocked, blocked_ffn
-from mula_ray.ops.passes import TorchPasses
 from mula_ray.ops.reference import classic_ffn, reference_ffn
 from mula_ray.ops.sink import ImmediateSink, WeightGradSink, grad_buffer
-from mula_ray.ops.workspace import Workspace
+from mula_ray.ops.runtime import Runtime
 
 
 def expert_ffn(
@@ -33,7 +32,7 @@ def expert_ffn(
     sink: WeightGradSink | None = None,
     chunk_tokens: int = 0,
     where: str = "expert_ffn",
-    workspace: Workspace | None = None,
+    runtime: Runtime | None = None,
 ) -> Tensor:
     """y_t = sum over the slots of token t whose expert is held here of weight * expert(x_t).
 
@@ -60,8 +59,9 @@ def expert_ffn(
     if torch.is_grad_enabled() and gate_up.requires_grad and not hidden_TH.requires_grad:
         # The weights are hidden from autograd: without an input that asks for a gradient nobody would call backward.
         hidden_TH = hidden_TH.detach().requires_grad_()
-    if backend in ("auto", "cpu"):
-        how = Blocked(TorchPasses(), sink, workspace or Workspace(), chunk_tokens or ids_Tk.numel())
+    if backend in ("auto", "cpu", "cpu_kernel"):
+        runtime = runtime or Runtime()
+        how = Blocked(runtime.passes(backend), sink, runtime.workspace, chunk_tokens or ids_Tk.numel())
         return blocked_ffn(hidden_TH, weights_Tk, ids_Tk, gate_up, down, how)
     return cast(Tensor, _Eager.apply(hidden_TH, weights_Tk, ids_Tk, gate_up, down, backend == "classic", sink))  # type: ignore[no-untyped-call]
 

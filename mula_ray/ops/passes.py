@@ -11,9 +11,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mula_ray.ops.sorting import RowPlan, plan_rows
+
 
 class Passes(Protocol):
     """What the blocked backend does between GEMMs. Every method writes into its last arguments."""
+
+    def plan(self, ids_Tk: Tensor, experts: int) -> RowPlan:
+        """Sort the slots by expert; see `sorting.plan_rows`."""
+        ...
 
     def gather(self, source_TH: Tensor, token_n: Tensor, out_nH: Tensor) -> None:
         """out = source[token], widened to fp32."""
@@ -36,6 +42,10 @@ class Passes(Protocol):
 
 class TorchPasses:
     """The passes in torch operations."""
+
+    def plan(self, ids_Tk: Tensor, experts: int) -> RowPlan:
+        """See `Passes`."""
+        return plan_rows(ids_Tk, experts)
 
     def gather(self, source_TH: Tensor, token_n: Tensor, out_nH: Tensor) -> None:
         """See `Passes`."""
