@@ -61,10 +61,17 @@ def find_latest(
     return None
 
 
-def ever_committed(root: Path, fs: FileSystem | None = None) -> bool:
-    """Whether a manifest, sound or not, is in the folder: then starting afresh would hide a loss."""
+def committed_folders(root: Path, fs: FileSystem | None = None) -> list[Path]:
+    """Folders with a manifest, sound or not, by name."""
     fs = fs or RealFileSystem()
-    return any(MANIFEST in names_in(root / name, fs) for name in names_in(root, fs) if OURS.fullmatch(name))
+    return [
+        root / name for name in names_in(root, fs) if OURS.fullmatch(name) and MANIFEST in names_in(root / name, fs)
+    ]
+
+
+def ever_committed(root: Path, fs: FileSystem | None = None) -> bool:
+    """Whether anything was ever committed here: then starting afresh would hide a loss."""
+    return bool(committed_folders(root, fs))
 
 
 def verify_folder(path: Path, fs: FileSystem, deep: bool = True) -> list[Damage]:
