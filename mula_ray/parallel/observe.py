@@ -39,8 +39,11 @@ def first_mismatch(recorded: Sequence[Sequence[Call]]) -> str | None:
 
 
 class Traffic:
-    """Counts the bytes that a rank sends, by group and kind, for the ring form of each collective (n ranks, b bytes of the
-    larger tensor): all-reduce 2b(n-1)/n; all-gather, reduce-scatter, all-to-all b(n-1)/n; broadcast b."""
+    """Counts the bytes that a rank sends, by group and kind, for the ring form of each collective.
+
+    n ranks, b bytes of the larger tensor: all-reduce 2b(n-1)/n; all-gather, reduce-scatter, all-to-all b(n-1)/n;
+    broadcast b.
+    """
 
     def __init__(self) -> None:
         self.sent: Counter[tuple[str, str]] = Counter()

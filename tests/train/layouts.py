@@ -18,6 +18,7 @@ from mula_ray.plan.order import assign
 from mula_ray.plan.topology import Topology
 from mula_ray.train.engine import Engine, MicroBatch
 
+torch.set_num_threads(1)
 VOCAB, CONTEXT = 96, 16
 
 

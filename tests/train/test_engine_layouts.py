@@ -32,7 +32,12 @@ def references() -> dict[tuple[bool, int], Outcome]:
 
 SAMPLE = {
     1: [Case(micro_batch=2, recompute="norms+attention+moe"), Case(micro_batch=4, dense=True)],
-    2: [Case(dp=2), Case(ep=2, micro_batch=4), Case(dp=2, dense=True, recompute="attention"), Case(ep=2, dispatcher="alltoall")],
+    2: [
+        Case(dp=2),
+        Case(ep=2, micro_batch=4),
+        Case(dp=2, dense=True, recompute="attention"),
+        Case(ep=2, dispatcher="alltoall"),
+    ],
     3: [Case(dp=3, global_batch=16, micro_batch=3), Case(ep=3, global_batch=16)],
     4: [
         Case(dp=2, ep=2, micro_batch=1, recompute="norms+attention+moe"),
@@ -98,7 +103,9 @@ def test_stop_is_agreed_and_calls_match() -> None:
 
 
 def test_forced_uniform_routing_bf16_and_bf16_reduction() -> None:
-    cases = [Case(ep=2, dtype=dtype, reduce_dtype=reduce, fur=True, steps=2) for dtype in ("fp32", "bf16") for reduce in ("fp32", "bf16")]  # fmt: skip
+    plain = Case(ep=2, fur=True, steps=2)
+    kinds = [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "fp32"), ("bf16", "bf16")]
+    cases = [replace(plain, dtype=dtype, reduce_dtype=reduce) for dtype, reduce in kinds]
     base, *others = run_cases(cases)
     for counts in base.counts:
         assert counts.max() - counts.min() <= 2 * 8 * 2, "every expert gets about the same number of slots"
