@@ -54,6 +54,18 @@ class StageForward(Protocol):
         ...
 
 
+class PutOff(Protocol):
+    """Takes the weight-gradient work of I actions and runs it in W actions: a `DeferringSink`."""
+
+    def keep(self, key: tuple[int, int] | None) -> None:
+        """From now on keep the work under (stage, micro-batch); None runs it at once again."""
+        ...
+
+    def drain(self, key: tuple[int, int]) -> None:
+        """Run what was kept."""
+        ...
+
+
 @dataclass
 class _Chunk:
     """What the backward of a chunk needs."""
@@ -119,7 +131,7 @@ class Mailbox:
 class Pipeline:
     """Runs one step's table on this rank."""
 
-    def __init__(self, schedule: Schedule, rank: int, sink: DeferringSink | None = None) -> None:
+    def __init__(self, schedule: Schedule, rank: int, sink: PutOff | None = None) -> None:
         """`rank` in the pipeline; `sink` takes the weight gradients put off by I actions (zero-bubble tables)."""
         self._schedule, self._rank, self._sink = schedule, rank, sink
         self._chunks: dict[tuple[int, int], _Chunk] = {}
@@ -184,6 +196,7 @@ class PipelineExecutor:
         sink: DeferringSink | None,
     ) -> None:
         self._stages, self._config, self._rank, self._channels, self._sink = stages, config, pp_rank, channels, sink
+        self._tables: dict[tuple[int, bool], Schedule] = {}
         self._like = torch.empty(0, dtype=DTYPES[config.train.dtype], device=next(_parameters(stages)).device)
 
     def complete(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -192,11 +205,17 @@ class PipelineExecutor:
         missing = full_groups(parallel.schedule, parallel.pp, len(batches)) - len(batches)
         return [*batches, *(batches[0].empty() for _ in range(missing))]
 
+    def table(self, batches: int, *, train: bool = True) -> Schedule:
+        """The table of a step (or an evaluation) of `batches` micro-batches, made once."""
+        if (batches, train) not in self._tables:
+            parallel = self._config.parallel
+            make = build_schedule if train else forward_only
+            self._tables[batches, train] = make(parallel.schedule, parallel.pp, len(self._stages), batches)
+        return self._tables[batches, train]
+
     def run(self, batches: Sequence[MicroBatch], divisors: Divisors | None, sums: Sums) -> None:
         """See `Executor`."""
-        parallel = self._config.parallel
-        make = build_schedule if divisors is not None else forward_only
-        schedule = make(parallel.schedule, parallel.pp, len(self._stages), len(batches))
+        schedule = self.table(len(batches), train=divisors is not None)
         sequences, length = batches[0].tokens.shape
         shape = (sequences, length - 1, self._config.model.hidden)
         mailbox = Mailbox(schedule, self._rank, self._channels, shape, self._like)
