@@ -1,9 +1,9 @@
-"""A run folder as the report sees it: configuration, metrics, events, exit, profile traces. Reads files only."""
+"""A run folder as the report sees it: configuration, metrics, events, exit. Reads files only."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,6 @@ class Run:
     metrics: RunMetrics
     events: list[Line]
     exit: dict[str, Any] | None
-    traces: list[Path] = field(default_factory=list)
 
     @cached_property
     def step(self) -> Array:
@@ -117,7 +116,6 @@ def load_run(folder: Path) -> Run:
         metrics=metrics,
         events=events.lines,
         exit=_json(folder / "exit.json"),
-        traces=sorted((folder / "profile").glob("rank*.json*")),
     )
 
 
