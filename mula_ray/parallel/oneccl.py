@@ -2,8 +2,8 @@
 
 The same library that carries collectives on Aurora runs here on a laptop. Facts that shape it:
 - calls block, so each communicator has one thread that runs them in order: `async_op=True` overlaps with backward;
-- oneCCL's send and receive crash the CPU plugin: a transfer is a broadcast on a two-rank communicator, one a
-  direction, made at first use by both ends;
+- oneCCL's send and receive crash the CPU plugin and are not offered: pipeline transfers are broadcasts in two-rank
+  groups, one a direction (parallel/pipeline.py);
 - it knows neither abort nor time-outs: a wait is bounded here, and a rank that is stuck ends with its process;
 - objects and strings stay on the gloo control group.
 
@@ -122,35 +122,25 @@ class OneCCLGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store, self._me, self._size, self._timeout = store, rank, size, timeout
         self._lib: Library = load_library()
-        self._main = Channel(lambda: self._join("all", rank, size), f"group of {size}", timeout)
-        self._pairs: dict[tuple[int, int], Channel] = {}
+        self._main = Channel(lambda: self._join(rank, size), f"group of {size}", timeout)
         self._main.submit("connect", lambda _comm: None).wait()
 
-    def _join(self, key: str, rank: int, size: int) -> ctypes.c_void_p:
+    def _join(self, rank: int, size: int) -> ctypes.c_void_p:
         if rank == 0:
             uid = self._lib.unique_id()
-            self._store.set(f"oneccl/{key}", uid.to_bytes().hex())
+            self._store.set("oneccl/id", uid.to_bytes().hex())
         else:
-            uid = UniqueId.from_bytes(bytes.fromhex(self._fetch(f"oneccl/{key}")))
+            uid = UniqueId.from_bytes(bytes.fromhex(self._fetch("oneccl/id")))
         return self._lib.init(uid, rank, size)
 
     def _fetch(self, key: str) -> str:
-        # A blocking get would hold the store's one connection, and another channel's set behind it for ever.
+        # A blocking get would hold the store's one connection, and another group's set behind it for ever.
         until = time.monotonic() + self._timeout.total_seconds()
         while not self._store.check([key]):
             if time.monotonic() > until:
-                raise TimeoutError(f"rank 0 of {key} did not come within {self._timeout.total_seconds():.0f} s")
+                raise TimeoutError(f"rank 0 of the group did not come within {self._timeout.total_seconds():.0f} s")
             time.sleep(0.002)
         return bytes(self._store.get(key)).decode()
-
-    def _direction(self, src: int, dst: int) -> Channel:
-        """The two-rank channel that carries transfers from `src` to `dst`; the sender is its rank 0."""
-        channel = self._pairs.get((src, dst))
-        if channel is None:
-            me = 0 if self._me == src else 1
-            channel = Channel(lambda: self._join(f"p2p/{src}-{dst}", me, 2), f"pair {src}->{dst}", self._timeout)
-            self._pairs[src, dst] = channel
-        return channel
 
     def getBackendName(self) -> str:
         """torch asks for this by name."""
@@ -215,27 +205,14 @@ class OneCCLGroup(dist.ProcessGroup):
         token = torch.zeros(1)
         return self._main.submit("barrier", lambda comm: self._lib.all_reduce(token, 0, comm))
 
-    def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> OneCCLWork:
-        """A broadcast on the pair's communicator."""
-        tensor = tensors[0].contiguous()
-        channel = self._direction(self._me, dst)
-        return channel.submit("send", lambda comm: self._lib.broadcast(tensor, 0, comm))
-
-    def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> OneCCLWork:
-        """The other end of `send`."""
-        tensor = _dense(tensors[0])
-        channel = self._direction(src, self._me)
-        return channel.submit("receive", lambda comm: self._lib.broadcast(tensor, 0, comm))
-
     # torch before 2.13 calls the same collectives by these names.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
 
     def shutdown(self) -> None:
-        """Let the threads end; the communicators go with the process."""
-        for channel in (self._main, *self._pairs.values()):
-            channel.close()
+        """Let the thread end; the communicator goes with the process."""
+        self._main.close()
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

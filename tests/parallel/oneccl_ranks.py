@@ -44,15 +44,6 @@ def main(rank: int, world: int, store_file: str) -> None:
     assert root.eq(1).all()
     work = dist.all_reduce(torch.ones(1_000_000), group=group, async_op=True)
     work.wait()
-    received = torch.empty(4)
-    for pending in dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, torch.full((4,), float(rank)), (rank + 1) % world, group=group),
-            dist.P2POp(dist.irecv, received, (rank - 1) % world, group=group),
-        ]
-    ):
-        pending.wait()
-    assert received.eq((rank - 1) % world).all()
     pairs = [dist.new_group([first, first + 1], backend=register()) for first in range(0, world, 2)]
     ones = torch.ones(3)
     dist.all_reduce(ones, group=pairs[rank // 2])

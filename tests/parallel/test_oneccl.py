@@ -1,4 +1,4 @@
-"""Real oneCCL on the CPU against gloo: every collective, transfers, sub-groups. Needs the `oneccl` extra."""
+"""Real oneCCL on the CPU against gloo: every collective and sub-groups. Needs the `oneccl` extra."""
 
 from __future__ import annotations
 
