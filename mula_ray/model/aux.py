@@ -76,10 +76,8 @@ class AuxSink:
             tokens: real tokens of the global batch.
         """
         router = self.cfg.router
-        if router.balance == "hf" and self.layers:
-            balance = self.hf_balance(tokens)
-        else:
-            balance = self.balance_sum() / sequences
+        pooled = router.balance == "hf" and bool(self.layers)
+        balance = self.hf_balance(tokens) if pooled else self.balance_sum() / sequences
         return router.balance_coef * balance + router.z_coef * self.z_sum() / tokens
 
     def counts(self) -> Tensor:

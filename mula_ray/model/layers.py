@@ -116,7 +116,7 @@ class Attention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         """(B, S, N*D) -> (B, N, S, D)."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
 
 class DenseFfn(nn.Module):

@@ -15,11 +15,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from mula_ray.config.errors import UserError
 from mula_ray.config.model import ModelConfig
 from mula_ray.model.aux import AuxSink
 from mula_ray.model.layers import Region, run_once
 from mula_ray.model.router import Router
 from mula_ray.ops.experts import expert_ffn
+from mula_ray.ops.runtime import Runtime
 from mula_ray.ops.sink import ImmediateSink, WeightGradSink
 
 
@@ -61,17 +63,31 @@ class LocalDispatcher:
 class Experts(nn.Module):
     """The stacked weights of the experts held here, and how they are computed."""
 
-    def __init__(self, cfg: ModelConfig, layer: int, rank: int, device: torch.device | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        layer: int,
+        rank: int,
+        device: torch.device | None,
+        dtype: torch.dtype,
+        runtime: Runtime | None = None,
+    ) -> None:
         super().__init__()
         assert cfg.moe is not None
-        self.moe, self.where = cfg.moe, f"layer {layer} on rank {rank}"
+        self.moe, self.where = cfg.moe, f"experts of layer {layer} on rank {rank}"
         experts, width = cfg.moe.experts, cfg.moe.expert_width
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * width, cfg.hidden, device=device, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(experts, cfg.hidden, width, device=device, dtype=dtype))
         self.sink: WeightGradSink = ImmediateSink()
+        self.runtime = runtime or Runtime()
 
     def forward(self, hidden: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """Weighted sum over the experts held here: (T', H), (T', k), local ids (T', k) -> (T', H)."""
+        """Weighted sum over the experts held here: (T', H), (T', k), local ids (T', k) -> (T', H).
+
+        Raises:
+            UserError: an id that is no expert of the model (checked where that costs no device synchronisation).
+        """
+        self._check(ids)
         return expert_ffn(
             hidden,
             weights,
@@ -83,7 +99,19 @@ class Experts(nn.Module):
             sink=self.sink,
             chunk_tokens=self.moe.chunk_tokens or self._fair_share(ids),
             where=self.where,
+            runtime=self.runtime,
         )
+
+    def _check(self, ids: Tensor) -> None:
+        """Local ids of the model's experts lie within (-E, E), whichever of them this rank holds."""
+        if ids.device.type != "cpu" or ids.numel() == 0:
+            return
+        low, high = (int(bound) for bound in ids.aminmax())
+        if low <= -self.moe.experts or high >= self.moe.experts:
+            raise UserError(
+                f"{self.where}: expert ids reach from {low} to {high}; they must lie in 0..{self.moe.experts - 1} of "
+                "the model. The router or the dispatcher is damaged"
+            )
 
     def _fair_share(self, ids: Tensor) -> int:
         """Memory guard by default: keep activations for up to twice the routed rows of a perfectly balanced rank."""
@@ -98,10 +126,18 @@ class MoE(nn.Module):
     routing decision is computed again in the backward pass. Routing itself never is.
     """
 
-    def __init__(self, cfg: ModelConfig, layer: int, rank: int, device: torch.device | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        layer: int,
+        rank: int,
+        device: torch.device | None,
+        dtype: torch.dtype,
+        runtime: Runtime | None = None,
+    ) -> None:
         super().__init__()
         self.gate = Router(cfg, layer, rank, device, dtype)
-        self.experts = Experts(cfg, layer, rank, device, dtype)
+        self.experts = Experts(cfg, layer, rank, device, dtype, runtime)
         self.dispatcher: Dispatcher = LocalDispatcher()
         self.region: Region = run_once
 

@@ -21,13 +21,17 @@ class NonFiniteRouter(CannotContinue):
 class Router(nn.Module):
     """Linear without bias, softmax over all experts in fp32, then top-k (SYSTEM.md 1).
 
-    Runs once a step and layer, outside any recomputed region.
+    Runs once a step and layer, outside any recomputed region. `raises`: stop at logits that are not finite; switched
+    off among ranks that meet in collectives, where the step's agreed finite flag finds them instead.
     """
 
-    def __init__(self, cfg: ModelConfig, layer: int, rank: int, device: torch.device | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, cfg: ModelConfig, layer: int, rank: int, device: torch.device | None, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         assert cfg.moe is not None
         self.cfg, self.moe, self.layer, self.rank = cfg.router, cfg.moe, layer, rank
+        self.raises = True
         self.weight = nn.Parameter(torch.empty(cfg.moe.experts, cfg.hidden, device=device, dtype=dtype))
         self.raises = True
         """False where ranks must go on together: a step's agreed finite flag then finds what is not finite."""

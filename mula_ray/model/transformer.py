@@ -19,6 +19,7 @@ from mula_ray.model.aux import AuxSink
 from mula_ray.model.layers import Attention, DenseFfn, Region, Rope, make_norm, run_once
 from mula_ray.model.loss import LossHead
 from mula_ray.model.moe import MoE
+from mula_ray.ops.runtime import Runtime
 
 
 class DecoderLayer(nn.Module):
@@ -27,12 +28,22 @@ class DecoderLayer(nn.Module):
     `norm_region` and `attention_region` say how these parts are run (see `layers.Region`); the MoE has its own.
     """
 
-    def __init__(self, cfg: ModelConfig, layer: int, rank: int, device: torch.device | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        layer: int,
+        rank: int,
+        device: torch.device | None,
+        dtype: torch.dtype,
+        runtime: Runtime | None = None,
+    ) -> None:
         super().__init__()
         self.input_layernorm = make_norm(cfg, device, dtype)
         self.self_attn = Attention(cfg, device, dtype)
         self.post_attention_layernorm = make_norm(cfg, device, dtype)
-        self.mlp: nn.Module = DenseFfn(cfg, device, dtype) if cfg.moe is None else MoE(cfg, layer, rank, device, dtype)
+        self.mlp: nn.Module = (
+            DenseFfn(cfg, device, dtype) if cfg.moe is None else MoE(cfg, layer, rank, device, dtype, runtime)
+        )
         self.norm_region: Region = run_once
         self.attention_region: Region = run_once
 
@@ -41,9 +52,9 @@ class DecoderLayer(nn.Module):
         normed_BSH = self.norm_region(self.input_layernorm, hidden_BSH)
         hidden_BSH = hidden_BSH + self.attention_region(lambda x: self.self_attn(x, rope), normed_BSH)
         normed_BSH = self.norm_region(self.post_attention_layernorm, hidden_BSH)
-        if isinstance(self.mlp, MoE):
-            return hidden_BSH + self.mlp(normed_BSH, weight_B, aux)
-        return hidden_BSH + self.mlp(normed_BSH)
+        moe = isinstance(self.mlp, MoE)
+        out_BSH: Tensor = self.mlp(normed_BSH, weight_B, aux) if moe else self.mlp(normed_BSH)
+        return hidden_BSH + out_BSH
 
 
 class Trunk(nn.Module):
@@ -61,15 +72,12 @@ class Trunk(nn.Module):
     ) -> None:
         super().__init__()
         self.cfg = cfg
-        self.embed_tokens = (
-            nn.Embedding(cfg.vocab_size, cfg.hidden, device=device, dtype=dtype) if has_embed else None
-        )
-        self.layers = nn.ModuleDict({str(i): DecoderLayer(cfg, i, rank, device, dtype) for i in layers})
+        runtime = Runtime()  # pooled memory: one for all layers
+        self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden, device=device, dtype=dtype) if has_embed else None
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(cfg, i, rank, device, dtype, runtime) for i in layers})
         self.norm = make_norm(cfg, device, dtype) if has_head else None
 
-    def forward(
-        self, x: Tensor, aux: AuxSink | None, weight_B: Tensor | None, doc_starts_BS: Tensor | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, aux: AuxSink | None, weight_B: Tensor | None, doc_starts_BS: Tensor | None) -> Tensor:
         """Tokens (B, S) or hidden (B, S, H) -> hidden (B, S, H)."""
         hidden_BSH: Tensor = x if self.embed_tokens is None else self.embed_tokens(x)
         rope = Rope(self.cfg, x.shape[1], doc_starts_BS, x.device)

@@ -2,10 +2,11 @@
 
 Shape suffixes: T tokens, k slots a token, N routed rows, n rows of one block, R experts held here, H hidden, I width.
 
-Block by block (the rows of an expert, cut evenly when they are many): gather -> gate/up GEMM -> SwiGLU -> down GEMM -> weighted
-scatter, while the rows are in cache. Experts without rows cost nothing. Only the gate/up products (N, 2I) live from the
-forward to the backward pass; those beyond the memory guard are computed again. All in fp32, whatever the dtype of the
-model: on a CPU a bf16 GEMM is slower than widening the weights first. Sums run in a fixed order: same input, same bits.
+Block by block (the rows of an expert, cut evenly when they are many): gather -> gate/up GEMM -> SwiGLU -> down GEMM ->
+weighted scatter, while the rows are in cache. Experts without rows cost nothing. Only the gate/up products (N, 2I) live
+from the forward to the backward pass; those beyond the memory guard are computed again. All in fp32, whatever the dtype
+of the model: on a CPU a bf16 GEMM is slower than widening the weights first. Sums run in a fixed order: same input,
+same bits.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ def make_blocks(offsets: tuple[int, ...], hidden: int) -> list[Block]:
 def blocked_ffn(
     hidden_TH: Tensor, weights_Tk: Tensor, ids_Tk: Tensor, gate_up: nn.Parameter, down: nn.Parameter, how: Blocked
 ) -> Tensor:
-    """The weighted sum over the experts of `gate_up` (R, 2I, H) and `down` (R, H, I); ids outside [0, R) add nothing."""
+    """The weighted sum over the experts of `gate_up` (R, 2I, H) and `down` (R, H, I); ids outside [0, R) add nothing.
+
+    Returns (T, H); differentiable in hidden and weights, gradients of the experts go to `how.sink`.
+    """
     return cast(Tensor, _BlockedFfn.apply(hidden_TH, weights_Tk, ids_Tk, gate_up, down, how))  # type: ignore[no-untyped-call]
 
 
@@ -76,8 +80,9 @@ class _BlockedFfn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weights, slot, token, kept = ctx.saved_tensors
+        gate_up, down = ctx.params
         plan = RowPlan(slot, token, ctx.offsets)
-        dhidden, dweights = _Work(hidden, weights, plan, kept, *ctx.params, ctx.how).backward(grad)
+        dhidden, dweights = _Work(hidden, weights, plan, kept, gate_up, down, ctx.how).backward(grad)
         return dhidden, dweights, None, None, None, None
 
 
@@ -120,13 +125,13 @@ class _Work:
     def backward(self, grad_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of hidden (T, H) and of the routing weights (T, k); those of the experts go to the sink."""
         grad_TH, passes, sink = grad_TH.contiguous(), self.how.passes, self.how.sink
-        rows, (_, width2, hidden) = self.plan.rows, self.gate_up.shape
+        rows, width = self.plan.rows, self.down.shape[2]
         dhidden_TH = torch.zeros(self.hidden_TH.shape, dtype=torch.float32)
         dweight_N = torch.empty(rows)
         # Weight gradients that wait keep their operands; without room for those they are computed at once.
         later = sink.deferred and rows <= self.how.keep_rows
         size = rows if later else self.x_nH.shape[0]
-        dh_2I, act_I = self.how.workspace.take(size, width2), self.how.workspace.take(size, width2 // 2)
+        dh_2I, act_I = self.how.workspace.take(size, 2 * width), self.how.workspace.take(size, width)
         for block in self.blocks:
             at, n = slice(block.start, block.stop), block.stop - block.start
             own = at if later else slice(0, n)

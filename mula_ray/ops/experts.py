@@ -4,20 +4,28 @@ Shape suffixes: T tokens, k slots a token, R experts held here, H hidden, I expe
 
 All backends are the same function with the same gradients (`reference.py` is its definition). Gradients of the weights
 do not travel through autograd: the backward pass adds them to `param.grad` in place, through a `WeightGradSink`.
+
+| backend | where | how |
+|---|---|---|
+| reference, classic | anywhere | plain autograd: the definition, and the eager loop to be measured against |
+| cpu, cpu_kernel | CPU | blocked by expert (`blocked.py`), passes between the GEMMs in torch or in C++ |
+| grouped, triton | CUDA, XPU | sorted rows, no host synchronisation (`rows.py`); torch's grouped GEMM or own kernels |
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+import importlib.util
 
 import torch
 from torch import Tensor, nn
 
 from mula_ray.config.errors import UserError
 from mula_ray.ops.blocked import Blocked, blocked_ffn
-from mula_ray.ops.reference import classic_ffn, reference_ffn
-from mula_ray.ops.sink import ImmediateSink, WeightGradSink, grad_buffer
+from mula_ray.ops.eager import eager_ffn
 from mula_ray.ops.runtime import Runtime
+from mula_ray.ops.sink import ImmediateSink, WeightGradSink
+
+BACKENDS = ("auto", "classic", "reference", "cpu", "cpu_kernel", "grouped", "triton")
 
 
 def expert_ffn(
@@ -39,77 +47,74 @@ def expert_ffn(
     Args:
         hidden_TH: (T, H) fp32 or bf16.
         weights_Tk: (T, k) routing weights, floating.
-        ids_Tk: (T, k) expert of each slot; those outside [first_expert, first_expert + R) contribute nothing.
+        ids_Tk: (T, k) integer, expert of each slot; those outside [first_expert, first_expert + R) contribute nothing.
         gate_up: (R, 2I, H), the gate's rows first. down: (R, H, I).
         first_expert: id of the first expert held here.
-        backend: auto, classic, reference, cpu, cpu_kernel, grouped or triton.
+        backend: one of `BACKENDS`; `auto` picks by device.
         sink: takes the weight-gradient work; by default it runs at once.
-        chunk_tokens: memory guard: most routed rows whose activations are kept; 0 is no bound.
+        chunk_tokens: memory guard: most routed rows whose activations are kept; 0 is no bound. Same result.
         where: layer and rank, for error messages.
+        runtime: pooled memory and the built kernel, shared by the calls of a model.
 
     Returns:
         (T, H) of the dtype of `hidden_TH`. Differentiable in hidden_TH and weights_Tk.
 
     Raises:
-        UserError: shapes or dtypes that do not fit, naming `where`.
+        UserError: shapes, dtypes or a backend that do not fit, naming `where`.
     """
-    sink = sink or ImmediateSink()
+    _check(hidden_TH, weights_Tk, ids_Tk, gate_up, down, where)
+    sink, runtime = sink or ImmediateSink(), runtime or Runtime()
     if first_expert:
         ids_Tk = ids_Tk - first_expert
     if torch.is_grad_enabled() and gate_up.requires_grad and not hidden_TH.requires_grad:
         # The weights are hidden from autograd: without an input that asks for a gradient nobody would call backward.
         hidden_TH = hidden_TH.detach().requires_grad_()
-    if backend in ("auto", "cpu", "cpu_kernel"):
-        runtime = runtime or Runtime()
-        how = Blocked(runtime.passes(backend), sink, runtime.workspace, chunk_tokens or ids_Tk.numel())
+    name = choose_backend(hidden_TH.device) if backend == "auto" else backend
+    keep_rows = chunk_tokens or ids_Tk.numel()
+    if name in ("reference", "classic"):
+        return eager_ffn(hidden_TH, weights_Tk, ids_Tk, gate_up, down, name == "classic", sink)
+    if name in ("cpu", "cpu_kernel") and hidden_TH.device.type == "cpu":
+        how = Blocked(runtime.passes(name), sink, runtime.workspace, keep_rows)
         return blocked_ffn(hidden_TH, weights_Tk, ids_Tk, gate_up, down, how)
-    return cast(Tensor, _Eager.apply(hidden_TH, weights_Tk, ids_Tk, gate_up, down, backend == "classic", sink))  # type: ignore[no-untyped-call]
+    raise UserError(
+        f"{where}: expert backend {backend!r} cannot run on {hidden_TH.device.type}; set model.moe.backend to auto"
+    )
 
 
-class _Eager(torch.autograd.Function):
-    """`reference` and `classic`: plain autograd inside, weight gradients through the sink."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weights: Tensor, ids: Tensor, gate_up: nn.Parameter, down: nn.Parameter, classic: bool, sink: WeightGradSink) -> Tensor:
-        ctx.save_for_backward(hidden, weights, ids)
-        ctx.params, ctx.classic, ctx.sink = (gate_up, down), classic, sink
-        return _eager(hidden, weights, ids, gate_up, down, classic)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weights, ids = (t.detach() for t in ctx.saved_tensors)
-        gate_up, down = ctx.params
-        with torch.enable_grad():
-            hidden.requires_grad_(), weights.requires_grad_()
-            out, leaves = _eager(hidden, weights, ids, gate_up, down, ctx.classic)
-            inputs = [hidden, weights, *leaves]
-            grads = torch.autograd.grad(out, inputs, grad, allow_unused=True)
-        grads = tuple(torch.zeros_like(i) if g is None else g for i, g in zip(inputs, grads, strict=True))
-
-        def work() -> None:
-            if not ctx.classic:
-                grad_buffer(gate_up).add_(grads[2])
-                grad_buffer(down).add_(grads[3])
-                return
-            width = down.shape[2]
-            for expert in range(gate_up.shape[0]):
-                g, u, d = grads[2 + 3 * expert : 5 + 3 * expert]
-                grad_buffer(gate_up)[expert, :width].add_(g)
-                grad_buffer(gate_up)[expert, width:].add_(u)
-                grad_buffer(down)[expert].add_(d)
-
-        if gate_up.requires_grad:
-            ctx.sink.submit((gate_up, down), work)
-        return grads[0], grads[1], None, None, None, None, None
+def choose_backend(device: torch.device) -> str:
+    """The backend that `auto` means on `device`."""
+    if device.type == "cpu":
+        return "cpu_kernel"
+    return "triton" if importlib.util.find_spec("triton") else "grouped"
 
 
-def _eager(hidden: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, classic: bool) -> tuple[Tensor, list[Tensor]]:
-    if not classic:
-        leaves = [gate_up.detach().requires_grad_(), down.detach().requires_grad_()]
-        return reference_ffn(hidden, weights, ids, *leaves), leaves
-    width = down.shape[2]
-    sets = [
-        (gate_up[e, :width].detach().requires_grad_(), gate_up[e, width:].detach().requires_grad_(), down[e].detach().requires_grad_())
-        for e in range(gate_up.shape[0])
-    ]
-    return classic_ffn(hidden, weights, ids, sets), [leaf for one in sets for leaf in one]
+def _check(hidden: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, where: str) -> None:
+    """Raise a `UserError` for anything that would make a wrong number or an obscure failure further on."""
+    experts, width2, size = gate_up.shape if gate_up.dim() == 3 else (-1, -1, -1)
+    tests: tuple[tuple[bool, str], ...] = (
+        (hidden.dim() == 2, f"hidden has shape {tuple(hidden.shape)}; it must be (tokens, hidden)"),
+        (ids.dim() == 2, f"ids have shape {tuple(ids.shape)}; they must be (tokens, slots)"),
+        (
+            weights.shape == ids.shape and hidden.shape[:1] == ids.shape[:1],
+            f"routing weights {tuple(weights.shape)} and ids {tuple(ids.shape)} must both be (tokens, slots) "
+            f"for {hidden.shape[0]} tokens",
+        ),
+        (
+            down.shape == (experts, size, width2 // 2) and width2 % 2 == 0 and size == hidden.shape[-1],
+            f"gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} must be (R, 2I, H) and (R, H, I) "
+            f"with H = {hidden.shape[-1]}",
+        ),
+        (hidden.dtype in (torch.float32, torch.bfloat16), f"hidden is {hidden.dtype}; it must be float32 or bfloat16"),
+        (
+            gate_up.dtype == down.dtype == hidden.dtype,
+            f"expert weights are {gate_up.dtype} and {down.dtype}; they must have the dtype of hidden, {hidden.dtype}",
+        ),
+        (weights.is_floating_point(), f"routing weights are {weights.dtype}; they must be floating"),
+        (
+            not ids.is_floating_point() and ids.dtype != torch.bool,
+            f"expert ids are {ids.dtype}; they must be integers",
+        ),
+    )
+    for holds, message in tests:
+        if not holds:
+            raise UserError(f"{where}: {message}")

@@ -100,7 +100,9 @@ def load_kernel() -> ctypes.CDLL:
         return ctypes.CDLL(str(target))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
-        raise KernelUnavailable(f"building {_SOURCE.name} with {compiler} failed: {str(detail).strip()[-500:]}") from error
+        raise KernelUnavailable(
+            f"building {_SOURCE.name} with {compiler} failed: {str(detail).strip()[-500:]}"
+        ) from error
 
 
 def _build(compiler: str, target: Path) -> None:

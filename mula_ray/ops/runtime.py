@@ -27,5 +27,7 @@ def _kernel_or_torch() -> Passes:
     try:
         return KernelPasses(load_kernel())
     except KernelUnavailable as error:
-        warnings.warn(f"expert backend cpu_kernel: {error}; torch operations are used instead", RuntimeWarning, stacklevel=4)
+        warnings.warn(
+            f"expert backend cpu_kernel: {error}; torch operations are used instead", RuntimeWarning, stacklevel=4
+        )
         return TorchPasses()

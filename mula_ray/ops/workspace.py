@@ -27,7 +27,7 @@ class Workspace:
         """Bytes ever obtained from the operating system."""
 
     def take(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """An uninitialised CPU tensor of `shape`; its memory returns to the pool when the tensor and its views are gone."""
+        """An uninitialised CPU tensor of `shape`; its memory comes back when the tensor and its views are gone."""
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)

@@ -27,7 +27,8 @@ def olmoe(norm_topk: bool, clip: float | None, coef: float) -> nn.Module:
     config = transformers.OlmoeConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
         num_experts=8, num_experts_per_tok=3, norm_topk_prob=norm_topk, clip_qkv=clip, router_aux_loss_coef=coef,
-        output_router_logits=True, initializer_range=0.15, attn_implementation="eager", tie_word_embeddings=False, pad_token_id=None, eos_token_id=None,
+        output_router_logits=True, initializer_range=0.15, attn_implementation="eager", tie_word_embeddings=False,
+        pad_token_id=None, eos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
     return transformers.OlmoeForCausalLM(config)
@@ -81,7 +82,8 @@ def test_olmoe(backend: str, norm_topk: bool, clip: float | None) -> None:
 def test_olmo_dense() -> None:
     config = transformers.OlmoConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        tie_word_embeddings=False, initializer_range=0.15, attn_implementation="eager", pad_token_id=None, eos_token_id=None,
+        tie_word_embeddings=False, initializer_range=0.15, attn_implementation="eager",
+        pad_token_id=None, eos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
     theirs = transformers.OlmoForCausalLM(config)
