@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mula_ray.elastic import events as ev
-from mula_ray.elastic.state import Failure, State, Trial
+from mula_ray.elastic.state import Failure, State, Trial, but
 
 # A window is left out at most this many times in a row: then it is not the data.
 _MOST_SKIPS = 3
@@ -62,13 +62,13 @@ def judge(state: State, restorable: int) -> tuple[State, str, str]:
     blamed = frozenset(n for f in state.incident if f.weight == first.weight for n in f.nodes)
     rules = state.config
     if state.committed > state.mark or restorable > state.base:
-        state = replace(state, idle=0, repeats=0, last_mark="", streak="", fresh=frozenset())
+        state = but(state, idle=0, repeats=0, last_mark="", streak="", fresh=frozenset())
     if first.kind == "restore":  # ends by itself: every try rules a copy out
         return state, "", first.text
     if state.idle >= rules.max_recoveries:
         reason = f"systemic: {state.idle} recoveries without a new committed step; the last failure: {first.text}"
         return state, reason, reason
-    state = replace(state, idle=state.idle + 1, mark=state.committed)
+    state = but(state, idle=state.idle + 1, mark=state.committed)
     if first.kind in ("numeric", "damaged"):
         return _numeric(state, first, blamed)
     return _process(state, first, blamed)
@@ -80,7 +80,7 @@ def _process(state: State, first: Failure, blamed: frozenset[str]) -> tuple[Stat
     # An exception with the same words needs no fresh hardware to be recognised: its process was fresh.
     again = same and ((blamed and blamed <= state.fresh) or first.mark.startswith(ev.Cause.ERROR))
     repeats = (state.repeats + 1 if again else state.repeats) if same else 0
-    state = replace(state, repeats=repeats, last_mark=first.mark)
+    state = but(state, repeats=repeats, last_mark=first.mark)
     if repeats >= state.config.same_failure:
         reason = f"systemic: the same failure came back {repeats} times on fresh nodes or processes: {first.text}"
         return state, reason, reason
@@ -88,10 +88,10 @@ def _process(state: State, first: Failure, blamed: frozenset[str]) -> tuple[Stat
         (node,) = blamed
         if state.streak == node and node in state.nodes:
             strikes = {**state.strikes, node: state.strikes.get(node, 0) + 1}
-            state = replace(state, strikes=strikes, avoid=frozenset({node}), streak="")
+            state = but(state, strikes=strikes, avoid=frozenset({node}), streak="")
             return state, "", f"{first.text}; twice in a row without a committed step: {node} is suspect"
-        return replace(state, streak=node), "", first.text
-    return replace(state, streak=""), "", first.text
+        return but(state, streak=node), "", first.text
+    return but(state, streak=""), "", first.text
 
 
 def _numeric(state: State, first: Failure, blamed: frozenset[str]) -> tuple[State, str, str]:
@@ -101,29 +101,27 @@ def _numeric(state: State, first: Failure, blamed: frozenset[str]) -> tuple[Stat
     ranks = frozenset(first.ranks)
     if not blamed and state.placement is not None and len(state.placement.seats) == 1:
         blamed = frozenset(state.placement.seats)
-    back = (
-        trial is not None
-        and (trial.step, trial.kind) == (first.step, first.kind)
-        and (not ranks or not trial.ranks or bool(ranks & trial.ranks))
-    )
+    again = trial is not None and (trial.step, trial.kind) == (first.step, first.kind)
+    if trial is not None and again and blamed & trial.suspects and ranks and not ranks & trial.ranks:
+        culprits = blamed & trial.suspects
+        state = _cordon(state, culprits, "wrong numbers went with it from one set of ranks to another")
+        state = but(state, trial=None, avoid=frozenset())
+        return state, "", f"{first.text}: the failure went with the hardware, {', '.join(sorted(culprits))} cordoned"
+    back = again and (not ranks or trial is None or not trial.ranks or bool(ranks & trial.ranks))
     if not back or trial is None:
-        state, worn = _cordon_worn(state, blamed)
-        state = replace(state, trial=Trial(first.step, first.kind, blamed, ranks), avoid=blamed)
-        text = f"{first.text}: the step is discarded and made again on other hardware if there is any"
-        return state, "", text + (f"; {', '.join(worn)} cordoned, it was suspect twice before" if worn else "")
+        return _new_trial(state, first, blamed, ranks)
     if first.kind == "damaged":
-        state = replace(
-            state, trial=replace(trial, attempts=trial.attempts + 1), avoid=blamed, distrust=state.generation
-        )
+        state = but(state, trial=replace(trial, attempts=trial.attempts + 1), avoid=blamed, distrust=state.generation)
         return state, "", f"{first.text}, again: the snapshots in memory are no longer trusted"
     if not trial.moved and trial.attempts < 2:
-        state = replace(state, trial=replace(trial, attempts=trial.attempts + 1), avoid=blamed)
+        state = but(state, trial=replace(trial, attempts=trial.attempts + 1), avoid=blamed)
         return state, "", f"{first.text}, again on the same hardware: once more"
     where = "on other hardware" if trial.moved else "and there is no other hardware to try"
     finding = f"{first.text}: came back with the same data {where}, so the data or the model is at fault"
     run = len([s for s in state.skips if first.step - _MOST_SKIPS <= s < first.step])
     if state.config.skip_bad_data and run < _MOST_SKIPS:
-        state = replace(state, trial=None, skips=(*state.skips, first.step), avoid=frozenset())
+        state = _strike(state, trial.suspects | blamed, -1)
+        state = but(state, trial=None, skips=(*state.skips, first.step), avoid=frozenset())
         return state, "", f"{finding}; the window of step {first.step} is skipped"
     if state.config.skip_bad_data:
         reason = f"{finding}; {run} windows before it were skipped already"
@@ -132,37 +130,51 @@ def _numeric(state: State, first: Failure, blamed: frozenset[str]) -> tuple[Stat
     return state, reason, reason
 
 
-def _cordon_worn(state: State, blamed: frozenset[str]) -> tuple[State, list[str]]:
-    """Cordon nodes that were suspect twice before, spare or not."""
-    worn = sorted(n for n in blamed if state.strikes.get(n, 0) >= _STRIKES and n in state.nodes)
-    if not worn:
-        return state, worn
-    nodes = {n: v for n, v in state.nodes.items() if n not in worn}
-    cordoned = {**state.cordoned, **dict.fromkeys(worn, "suspect for the third time")}
-    return replace(state, nodes=nodes, cordoned=cordoned, lingering=state.lingering.union(worn)), worn
+def _new_trial(state: State, first: Failure, blamed: frozenset[str], ranks: frozenset[int]) -> tuple[State, str, str]:
+    """Make the step again without the nodes to blame; each gets a strike, with the third it is cordoned."""
+    assert first.kind in ("numeric", "damaged")
+    worn = frozenset(n for n in blamed if state.strikes.get(n, 0) >= _STRIKES and n in state.nodes)
+    state = _cordon(state, worn, "suspect for the third time")
+    state = _strike(state, blamed, 1)
+    state = but(state, trial=Trial(first.step, first.kind, blamed, ranks), avoid=blamed)
+    text = f"{first.text}: the step is discarded and made again on other hardware if there is any"
+    return state, "", text + (f"; {', '.join(sorted(worn))} cordoned, suspect for the third time" if worn else "")
+
+
+def _strike(state: State, nodes: frozenset[str], by: int) -> State:
+    """Change the strikes of `nodes` by `by`; nodes without any have no entry."""
+    changed = {**state.strikes, **{n: state.strikes.get(n, 0) + by for n in nodes}}
+    return but(state, strikes={n: count for n, count in changed.items() if count > 0})
+
+
+def _cordon(state: State, bad: frozenset[str], why: str) -> State:
+    """Take `bad` out of use; `Cordon` commands follow from the difference."""
+    if not bad:
+        return state
+    nodes = {n: v for n, v in state.nodes.items() if n not in bad}
+    cordoned = {**state.cordoned, **dict.fromkeys(sorted(bad), why)}
+    return but(state, nodes=nodes, cordoned=cordoned, lingering=state.lingering.union(bad))
 
 
 def resolve(state: State) -> tuple[State, tuple[str, ...], str]:
     """The step of a trial committed: suspects that were moved off are at fault.
 
-    Returns (state, nodes to cordon, finding). A suspect that still has a seat (no spare was free) gets a strike; with
-    the third failure it is cordoned all the same.
+    Returns (state, nodes to cordon, finding). A suspect that still has a seat (no spare was free) keeps its strike.
     """
     trial = state.trial
     assert trial is not None
     suspects = sorted(trial.suspects & state.nodes.keys())
-    state = replace(state, trial=None)
+    state = but(state, trial=None)
     if not suspects:
         return state, (), f"step {trial.step} passed when made again; no hardware could be named"
     if not trial.moved:
         return state, (), f"step {trial.step} passed on the same hardware: taken as transient"
     seated = [n for n in suspects if state.placed(n)]
-    strikes = {**state.strikes, **{n: state.strikes.get(n, 0) + 1 for n in seated}}
     cordon = tuple(n for n in suspects if n not in seated)
     text = f"step {trial.step} passed on other hardware"
     if seated:
         text += f"; {', '.join(seated)} suspect, but there was no spare to take over"
-    return replace(state, strikes=strikes), cordon, text
+    return state, cordon, text
 
 
 def _nodes(state: State, ranks: tuple[int, ...]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ generation means giving a node to every seat; everything else follows from the s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mula_ray.config.errors import UserError
@@ -132,15 +132,17 @@ class Placement:
                 yield rank, node, tile
 
 
-def place(shape: Shape, dp: int, previous: Sequence[str], keep: Container[str], free: Iterable[str]) -> Placement:
+def place(shape: Shape, dp: int, previous: Sequence[str], keep: Collection[str], free: Iterable[str]) -> Placement:
     """Seats for `dp` replicas: a node of `previous` that is in `keep` keeps its seat, `free` nodes fill holes in order.
 
     Nodes of seats that no longer exist (a shrunken world) fill holes before `free` ones: they hold a snapshot.
     The caller made sure that there are enough; else AssertionError.
     """
     wanted = shape.seats(dp)
-    seats = [node if node in keep else "" for node in previous[:wanted]] + [""] * (wanted - len(previous))
-    holes = [i for i, node in enumerate(seats) if not node]
+    seats = list(previous[:wanted])
+    lost = set(seats).difference(keep)
+    holes = sorted(seats.index(node) for node in lost) + list(range(len(seats), wanted))
+    seats += [""] * (wanted - len(seats))
     if holes:
         pool = iter([node for node in previous[wanted:] if node in keep])
         rest = iter(free)
@@ -151,13 +153,14 @@ def place(shape: Shape, dp: int, previous: Sequence[str], keep: Container[str], 
     return Placement(shape, dp, tuple(seats))
 
 
-def exchange(placement: Placement, suspects: Collection[str]) -> Placement:
-    """The same nodes with other seats: every suspect's seat goes to a node that is none.
+def exchange(placement: Placement, suspects: Collection[str], strikes: Mapping[str, int]) -> Placement:
+    """The same nodes with other seats: every suspect's seat goes to a node that is none, best to one without strikes.
 
     Without suspects all move on by one. A single node stays.
     """
     seats = list(placement.seats)
     others = [i for i, node in enumerate(seats) if node not in suspects]
+    others.sort(key=lambda i: strikes.get(seats[i], 0))
     seats_of_suspects = [i for i, node in enumerate(seats) if node in suspects]
     if suspects and len(others) >= len(seats_of_suspects):
         for mine, other in zip(seats_of_suspects, others, strict=False):
@@ -172,9 +175,9 @@ def buddies(seats: Sequence[str], nodes: Mapping[str, Node], idle: Sequence[str]
 
     Every node keeps one copy. Seats are ordered round the domains; the buddy is found one largest domain further on,
     which is in another domain whenever no domain has more than half of the nodes. A single seat takes the first of
-    the `idle` nodes (a spare). None: there is no other node.
+    the `idle` nodes (a spare). None: there is no other node. `nodes` has a record of each of them.
     """
-    domains = [nodes[node].domain if node in nodes else node for node in seats]
+    domains = [nodes[node].domain for node in seats]
     count = len(seats)
     if count == 1:
         apart = [n for n in idle if n in nodes and nodes[n].domain != domains[0]]
@@ -182,9 +185,9 @@ def buddies(seats: Sequence[str], nodes: Mapping[str, Node], idle: Sequence[str]
     largest = max(Counter(domains).values(), default=1)
     order: Sequence[int] = range(count)
     if largest > 1:
-        order = sorted(order, key=lambda seat: (domains[seat], seat))
+        order = sorted(order, key=domains.__getitem__)
     shift = min(largest, max(1, count // 2))
     found: list[str | None] = [None] * count
-    for at, seat in enumerate(order):
-        found[seat] = seats[order[(at + shift) % count]]
+    for seat, other in zip(order, [*order[shift:], *order[:shift]], strict=True):
+        found[seat] = seats[other]
     return tuple(found)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from mula_ray.elastic.commands import Finish, Restore, StartGeneration, Wait
 from mula_ray.elastic.events import MemoryCopy, Tier
 from mula_ray.elastic.placement import Placement, exchange, place
-from mula_ray.elastic.state import Decision, Phase, State, Trial
+from mula_ray.elastic.state import Decision, Phase, State, Trial, but
 
 
 def needed(state: State) -> int:
@@ -30,24 +30,24 @@ def gather(state: State, now: float, why: str) -> Decision:
         reason = f"{why}; {lack} more nodes are needed and elastic.policy is stop"
         return finish(state, 30, reason)
     until = now + rules.wait_s if state.wait_until is None else state.wait_until
-    state = replace(state, phase=Phase.GATHERING, until=until, wait_until=until, incident=())
+    state = but(state, phase=Phase.GATHERING, until=until, wait_until=until, incident=())
     return state, (Wait(lack, until),), f"{why}; waiting up to {max(0.0, until - now):.0f} s for {lack} more nodes"
 
 
 def finish(state: State, code: int, reason: str) -> Decision:
     """The end of the run."""
-    state = replace(state, phase=Phase.DONE, until=None, wait_until=None, grow_at=None, retry_at=None)
+    state = but(state, phase=Phase.DONE, until=None, wait_until=None, grow_at=None, retry_at=None)
     return state, (Finish(code, reason),), reason
 
 
-def launch(state: State, restore_from: Iterable[MemoryCopy], now: float, why: str) -> Decision:
+def launch(state: State, found: Usable | None, now: float, why: str) -> Decision:
     """Start the next generation, all ranks being gone, with as many replicas as the nodes have room for."""
     dp = state.capacity
     if dp < needed(state):
         return gather(state, now, why)
     previous = state.placement
     placement, state = _seat(state, dp)
-    restore = choose(state, restore_from, placement)
+    restore = choose(state, found, placement)
     if restore is None:
         return finish(state, 40, f"{why}; no valid checkpoint is left to restore from")
     fresh: frozenset[str] = frozenset()
@@ -64,7 +64,7 @@ def launch(state: State, restore_from: Iterable[MemoryCopy], now: float, why: st
         skips=tuple(s for s in state.skips if s > restore.step),
         rebuild=restore.tier is not Tier.OWN and restore.tier is not Tier.FRESH,
     )
-    state = replace(
+    state = but(
         state,
         phase=Phase.STARTING,
         generation=generation,
@@ -105,8 +105,8 @@ def _seat(state: State, dp: int) -> tuple[Placement, State]:
     if trial is None or state.placement is None:
         return placement, state
     if not _moved(trial, state.placement, placement):
-        placement = exchange(placement, trial.suspects)
-    return placement, replace(state, trial=replace(trial, moved=_moved(trial, state.placement, placement)))
+        placement = exchange(placement, trial.suspects, state.strikes)
+    return placement, but(state, trial=replace(trial, moved=_moved(trial, state.placement, placement)))
 
 
 def _moved(trial: Trial, old: Placement, new: Placement) -> bool:
@@ -117,18 +117,33 @@ def _moved(trial: Trial, old: Placement, new: Placement) -> bool:
     return not where & trial.suspects
 
 
-def choose(state: State, memory: Iterable[MemoryCopy], placement: Placement) -> Restore | None:
+@dataclass(frozen=True)
+class Usable:
+    """A complete snapshot in memory, and from whom every seat of it is read."""
+
+    copy: MemoryCopy
+    holders: tuple[str, ...]
+
+
+def newest(state: State, memory: Iterable[MemoryCopy]) -> Usable | None:
+    """The newest snapshot of which every part is there, neither damaged nor distrusted."""
+    for copy in memory:
+        holders = _holders(state, copy)
+        if holders is not None:
+            return Usable(copy, holders)
+    return None
+
+
+def choose(state: State, found: Usable | None, placement: Placement) -> Restore | None:
     """The newest usable copy for everybody, the faster tier if equal.
 
     Nothing was ever saved: fresh. None: something was saved, but nothing is left."""
     best: Restore | None = None
-    for copy in memory:
-        holders = _holders(state, copy)
-        if holders is not None:
-            own = holders == placement.seats and copy.dp == placement.dp
-            tier = Tier.OWN if own else Tier.MEMORY
-            best = Restore(tier, copy.step, generation=copy.generation, dp=copy.dp, holders=holders)
-            break
+    if found is not None:
+        copy = found.copy
+        own = copy.dp == placement.dp and found.holders == placement.seats
+        tier = Tier.OWN if own else Tier.MEMORY
+        best = Restore(tier, copy.step, generation=copy.generation, dp=copy.dp, holders=found.holders)
     for saved in state.disk:
         usable = (saved.full or state.config.model_only) and ("disk", saved.step, "") not in state.bad
         if usable and (best is None or saved.step > best.step):
@@ -138,11 +153,10 @@ def choose(state: State, memory: Iterable[MemoryCopy], placement: Placement) -> 
     return best
 
 
-def restorable(state: State, memory: Iterable[MemoryCopy]) -> int:
+def restorable(state: State, found: Usable | None) -> int:
     """Newest step that can be restored; -1: none."""
-    steps = [copy.step for copy in memory if _holders(state, copy) is not None][:1]
-    steps += [d.step for d in state.disk if d.full and ("disk", d.step, "") not in state.bad]
-    return max(steps, default=-1)
+    steps = [d.step for d in state.disk if d.full and ("disk", d.step, "") not in state.bad]
+    return max(steps, default=-1) if found is None else max(found.copy.step, *steps, -1)
 
 
 def _holders(state: State, copy: MemoryCopy) -> tuple[str, ...] | None:
@@ -154,15 +168,23 @@ def _holders(state: State, copy: MemoryCopy) -> tuple[str, ...] | None:
     broken = {node for tier, step, node in state.bad if tier == name and step == copy.step}
     if not broken and all(map(nodes.__contains__, copy.holders)):
         return copy.holders
-    gone = [i for i, node in enumerate(copy.holders) if node not in nodes or node in broken]
+    gone = set(copy.holders).difference(nodes) | broken.intersection(copy.holders)
     holders = list(copy.holders)
-    for seat in gone:
+    for seat in [i for node in gone for i in _places(copy.holders, node)]:
         tries = (holders[seat], copy.spare_holders[seat] if copy.spare_holders else "")
         good = [n for n in tries if (n in nodes or n in state.lingering) and n not in broken]
         if not good:
             return None
         holders[seat] = good[0]
     return tuple(holders)
+
+
+def _places(holders: tuple[str, ...], node: str) -> Iterator[int]:
+    """Where `node` stands in `holders`."""
+    at = -1
+    for _ in range(holders.count(node)):
+        at = holders.index(node, at + 1)
+        yield at
 
 
 def _words(state: State, previous: Placement | None, placement: Placement, restore: Restore) -> str:
@@ -173,8 +195,7 @@ def _words(state: State, previous: Placement | None, placement: Placement, resto
     elif previous is None:
         parts.append(f"dp {placement.dp} on {len(placement.seats)} nodes")
     else:
-        old = set(previous.seats)
-        new = [n for n in placement.seats if n not in old]
+        new = sorted(set(placement.seats).difference(previous.seats))
         if placement.dp != previous.dp:
             parts.append(f"dp {previous.dp} -> {placement.dp}")
         if new:

@@ -7,7 +7,6 @@ event moves the policy from which phase to which. `now` is any monotonic clock i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,8 +14,8 @@ from mula_ray.elastic import events as ev
 from mula_ray.elastic.commands import AskStop, Command, Cordon, Fence, RequestSave, Wait
 from mula_ray.elastic.judge import describe, judge, resolve
 from mula_ray.elastic.placement import Node
-from mula_ray.elastic.plan import finish, gather, launch, missing, needed, restorable
-from mula_ray.elastic.state import Decision, Failure, Phase, State, Stop
+from mula_ray.elastic.plan import finish, gather, launch, missing, needed, newest, restorable
+from mula_ray.elastic.state import Decision, Failure, Phase, State, Stop, but
 
 
 def decide(state: State, event: ev.Event, now: float) -> Decision:
@@ -31,7 +30,7 @@ def decide(state: State, event: ev.Event, now: float) -> Decision:
 
 def _driver_started(state: State, event: ev.DriverStarted, now: float) -> Decision:
     until = now + state.config.wait_s
-    state = replace(
+    state = but(
         state,
         generation=max(state.generation, event.generation),
         committed=event.committed,
@@ -54,14 +53,14 @@ def _node_joined(state: State, event: ev.NodeJoined, now: float) -> Decision:
         return state, (), f"node {node} came back, but it is cordoned: {state.cordoned[node]}"
     if event.tiles < state.config.shape.tiles_per_node:
         why = f"it has {event.tiles} tiles, {state.config.shape.tiles_per_node} are needed"
-        state = replace(state, cordoned={**state.cordoned, node: why})
+        state = but(state, cordoned={**state.cordoned, node: why})
         return state, (Cordon(node, why),), f"node {node} is not used: {why}"
     if node in state.nodes:  # its agent was started again before the loss of the old one was noticed
         lost, commands, reason = _lost(state, ev.AgentLost(node, "its agent was started again"), now)
         joined, more, also = _node_joined(lost, event, now)
         return joined, commands + more, f"{reason}; {also}"
     nodes = {**state.nodes, node: Node(event.domain or node, state.serial)}
-    state = replace(state, nodes=nodes, serial=state.serial + 1, lingering=state.lingering - {node})
+    state = but(state, nodes=nodes, serial=state.serial + 1, lingering=state.lingering - {node})
     if state.phase is Phase.GATHERING:
         return _try_start(state, now, f"node {node} joined")
     state, text = _look_at_growing(state, now)
@@ -72,7 +71,7 @@ def _roster_complete(state: State, _event: ev.RosterComplete, now: float) -> Dec
     if state.phase is not Phase.GATHERING:
         return state, (), f"all nodes reported: {len(state.nodes)}"
     if state.takeover:  # what an earlier driver lost meanwhile is lost now: answer as to any other loss
-        state = replace(state, patient=False)
+        state = but(state, patient=False)
     decided, commands, reason = _try_start(state, now, f"all nodes reported: {len(state.nodes)}")
     if decided.phase is Phase.GATHERING and not decided.patient:
         return gather(decided, now, reason)
@@ -94,7 +93,7 @@ def _look_at_growing(state: State, now: float) -> tuple[State, str]:
         return state, ""
     settle = max(state.config.settle_s, 3 * state.start_s)
     if state.grow_at is None:
-        state = replace(state, grow_at=now + settle)
+        state = but(state, grow_at=now + settle)
     return state, f"room for dp {state.capacity}, now {placement.dp}: growing in {settle:.1f} s at a step boundary"
 
 
@@ -104,12 +103,12 @@ def _look_at_growing(state: State, now: float) -> tuple[State, str]:
 def _lost(state: State, event: ev.NodeLost | ev.AgentLost, now: float) -> Decision:
     node = event.node
     if node not in state.nodes:
-        return replace(state, lingering=state.lingering - {node}), (), f"node {node}: {event.why}; it was not in use"
+        return but(state, lingering=state.lingering - {node}), (), f"node {node}: {event.why}; it was not in use"
     failure = describe(state, event)
     nodes = dict(state.nodes)
     del nodes[node]
     seated = state.placed(node)
-    state = replace(state, nodes=nodes)
+    state = but(state, nodes=nodes)
     if state.alive and seated and failure is not None:
         return _fail(state, failure, now)
     if state.phase is Phase.GATHERING:
@@ -126,7 +125,7 @@ def _failed(state: State, event: Any, now: float) -> Decision:
     if isinstance(event, ev.RestoreFailed):
         if state.phase is Phase.RUNNING:
             return state, (), f"{event.why}: reported by a generation that runs; ignored"
-        state = replace(state, bad=state.bad | {_ruled_out(state, event)})
+        state = but(state, bad=state.bad | {_ruled_out(state, event)})
     failure = describe(state, event)
     assert failure is not None
     return _fail(state, failure, now)
@@ -151,13 +150,13 @@ def _in_use(state: State, event: ev.WorkerLost) -> bool:
 def _fail(state: State, failure: Failure, now: float) -> Decision:
     """The first failure ends the generation for everybody; later ones are evidence."""
     if state.phase is Phase.FENCING:
-        return replace(state, incident=(*state.incident, failure)), (), f"also {failure.text}"
+        return but(state, incident=(*state.incident, failure)), (), f"also {failure.text}"
     return _fence(state, (failure,), f"{failure.text}: generation {state.generation} ends for all", now)
 
 
 def _fence(state: State, incident: tuple[Failure, ...], why: str, now: float) -> Decision:
     until = now + state.config.fence_s
-    state = replace(state, phase=Phase.FENCING, incident=incident, until=until, grow_at=None, retry_at=None)
+    state = but(state, phase=Phase.FENCING, incident=incident, until=until, grow_at=None, retry_at=None)
     return state, (Fence(state.generation),), why
 
 
@@ -165,15 +164,20 @@ def _fenced(state: State, event: ev.Fenced, now: float) -> Decision:
     if state.phase is not Phase.FENCING or event.generation != state.generation:
         return _stale(state, event)
     why = "all ranks have ended"
-    before = state.cordoned
+    before = state
+    found = newest(state, event.memory)
     if state.incident:
-        state, over, why = judge(state, restorable(state, event.memory))
+        state, over, why = judge(state, restorable(state, found))
         if over:
             return finish(state, 30, over)
-    if state.stop is not None and (now >= state.stop.end or restorable(state, event.memory) <= _saved(state)):
+        if state.nodes is not before.nodes or state.distrust != before.distrust:
+            found = newest(state, event.memory)
+    if state.stop is not None and (now >= state.stop.end or restorable(state, found) <= _saved(state)):
         return finish(state, 10, f"{why}; {state.stop.why}: ended, the last checkpoint is step {_saved(state)}")
-    cordons = tuple(Cordon(n, state.cordoned[n]) for n in state.cordoned.keys() - before.keys())
-    state, commands, reason = launch(state, event.memory, now, why)
+    cordons: tuple[Command, ...] = ()
+    if state.cordoned is not before.cordoned:
+        cordons = tuple(Cordon(n, why) for n, why in state.cordoned.items() if n not in before.cordoned)
+    state, commands, reason = launch(state, found, now, why)
     return state, cordons + commands, reason
 
 
@@ -193,7 +197,7 @@ def _stale(state: State, event: Any) -> Decision:
 def _ready(state: State, event: ev.GenerationReady, now: float) -> Decision:
     if state.phase is not Phase.STARTING or event.generation != state.generation:
         return _stale(state, event)
-    state = replace(state, phase=Phase.RUNNING, until=None, wait_until=None, start_s=now - state.started_at)
+    state = but(state, phase=Phase.RUNNING, until=None, wait_until=None, start_s=now - state.started_at)
     text = f"generation {state.generation} runs from step {event.step} after {state.start_s:.2f} s"
     if state.stop is not None:
         return _ask_stop(state, "disk", state.stop.why, now, text)
@@ -205,7 +209,7 @@ def _step_committed(state: State, event: ev.StepCommitted, _now: float) -> Decis
     if event.generation != state.generation or not state.alive:
         return _stale(state, event)
     if event.step > state.committed:
-        state = replace(state, committed=event.step)
+        state = but(state, committed=event.step)
     if state.trial is None or event.step < state.trial.step or state.phase is Phase.FENCING:
         return state, (), f"step {event.step} committed"
     state, bad, reason = resolve(state)
@@ -218,13 +222,13 @@ def _step_committed(state: State, event: ev.StepCommitted, _now: float) -> Decis
 def _cordon(state: State, bad: tuple[str, ...], why: str, reason: str) -> Decision:
     nodes = {n: v for n, v in state.nodes.items() if n not in bad}
     cordoned = {**state.cordoned, **dict.fromkeys(bad, why)}
-    state = replace(state, nodes=nodes, cordoned=cordoned, lingering=state.lingering.union(bad))
+    state = but(state, nodes=nodes, cordoned=cordoned, lingering=state.lingering.union(bad))
     return state, tuple(Cordon(n, why) for n in bad), reason
 
 
 def _snapshot(state: State, event: ev.SnapshotPublished, _now: float) -> Decision:
     if state.lingering and event.generation == state.generation:
-        state = replace(state, lingering=frozenset())
+        state = but(state, lingering=frozenset())
     return state, (), f"snapshot of step {event.step} published"
 
 
@@ -235,14 +239,14 @@ def _checkpoint(state: State, event: ev.CheckpointCommitted, _now: float) -> Dec
     disk = tuple(sorted((*kept, ev.DiskCopy(event.step, event.slot, event.full)), key=lambda d: -d.step))
     oldest = disk[-1].step
     bad = frozenset(b for b in state.bad if b[1] >= oldest and b != ("disk", event.step, ""))
-    state = replace(state, disk=disk, ever_saved=True, bad=bad, save_failures=0, retry_at=None)
+    state = but(state, disk=disk, ever_saved=True, bad=bad, save_failures=0, retry_at=None)
     return state, (), f"checkpoint of step {event.step} committed ({event.slot})"
 
 
 def _ended(state: State, event: ev.GenerationEnded, now: float) -> Decision:
     if event.generation != state.generation or state.phase not in (Phase.RUNNING, Phase.STOPPING):
         return _stale(state, event)
-    state = replace(state, committed=max(state.committed, event.step))
+    state = but(state, committed=max(state.committed, event.step))
     if not event.asked:
         if event.saved:
             return finish(state, 0, f"all steps are done: step {event.step}")
@@ -263,7 +267,7 @@ def _ended(state: State, event: ev.GenerationEnded, now: float) -> Decision:
 
 
 def _ask_stop(state: State, save: Any, why: str, now: float, reason: str) -> Decision:
-    state = replace(state, phase=Phase.STOPPING, until=now + state.config.stop_s, grow_at=None, retry_at=None)
+    state = but(state, phase=Phase.STOPPING, until=now + state.config.stop_s, grow_at=None, retry_at=None)
     return state, (AskStop(state.generation, save, why),), reason
 
 
@@ -272,9 +276,9 @@ def _stop(state: State, event: ev.DeadlineNear | ev.StopRequested, now: float) -
         return finish(state, 130, f"{event.why}: ended at once")
     end = event.end if isinstance(event, ev.DeadlineNear) else float("inf")
     if state.stop is not None:
-        state = replace(state, stop=Stop(state.stop.why, min(end, state.stop.end)))
+        state = but(state, stop=Stop(state.stop.why, min(end, state.stop.end)))
         return state, (), f"{event.why}: stopping already ({state.stop.why if state.stop else ''})"
-    state = replace(state, stop=Stop(event.why, end), grow_at=None)
+    state = but(state, stop=Stop(event.why, end), grow_at=None)
     if state.phase is Phase.GATHERING:
         return finish(state, 10, f"{event.why}: nothing was running; the last checkpoint is step {_saved(state)}")
     if state.phase in (Phase.RUNNING, Phase.STOPPING):
@@ -292,7 +296,7 @@ def _straggler(state: State, event: ev.Straggler, now: float) -> Decision:
     if not better:
         return state, (), f"{slow}; no spare could take over"
     strikes = {**state.strikes, node: state.strikes.get(node, 0) + 1}
-    state = replace(state, strikes=strikes, avoid=frozenset({node}))
+    state = but(state, strikes=strikes, avoid=frozenset({node}))
     return _ask_stop(state, "memory", slow, now, f"{slow}: a spare takes over at a step boundary")
 
 
@@ -303,7 +307,7 @@ def _storage(state: State, event: ev.StorageFailed, now: float) -> Decision:
     fails = state.save_failures + 1
     delay = state.config.retry_save_s * 2.0 ** min(fails - 1, 6)
     retry = now + delay if state.phase is Phase.RUNNING else state.retry_at
-    state = replace(state, save_failures=fails, retry_at=retry)
+    state = but(state, save_failures=fails, retry_at=retry)
     return state, (), f"{text}; training goes on, failure {fails}, next try in {delay:.0f} s"
 
 
@@ -325,13 +329,13 @@ def _tick(state: State, _event: ev.Tick, now: float) -> Decision:
     if state.phase is not Phase.RUNNING or placement is None:
         return state, (), "nothing is due"
     if state.grow_at is not None and now >= state.grow_at:
-        state = replace(state, grow_at=None)
+        state = but(state, grow_at=None)
         if state.capacity <= placement.dp:
             return state, (), "the nodes to grow with are gone again"
         why = f"growing from dp {placement.dp} to {state.capacity}"
         return _ask_stop(state, "memory", why, now, f"{why} at a step boundary")
     if state.retry_at is not None and now >= state.retry_at:
-        state = replace(state, retry_at=None)
+        state = but(state, retry_at=None)
         return state, (RequestSave(state.generation, "the last save failed"),), "saving again after a failed save"
     return state, (), "nothing is due"
 
@@ -341,7 +345,7 @@ def _overdue(state: State, now: float) -> Decision:
     rules = state.config
     if state.phase is Phase.GATHERING:
         if state.patient and rules.policy == "shrink":
-            state = replace(state, patient=False)
+            state = but(state, patient=False)
             if state.capacity >= rules.min_dp:
                 return _fence(state, (), f"not all nodes came within {rules.wait_s:.0f} s: dp {state.capacity}", now)
         return finish(state, 30, f"too few nodes: {missing(state)} more were needed within {rules.wait_s:.0f} s")

@@ -7,9 +7,9 @@ step or rank by rank replaces a few small fields.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mula_ray.config.errors import UserError
 from mula_ray.config.run import RunConfig
@@ -210,6 +210,18 @@ class State:
     def capacity(self) -> int:
         """Replicas that the usable nodes have room for, at most the wanted number."""
         return min(self.config.dp, self.config.shape.capacity(len(self.nodes)))
+
+
+if TYPE_CHECKING:
+    but = replace
+else:
+
+    def but(state: State, **changes: Any) -> State:
+        """`dataclasses.replace` for State at a fifth of its price (some forty fields, several copies a decision)."""
+        assert changes.keys() <= state.__dict__.keys(), changes.keys()
+        new = object.__new__(State)
+        new.__dict__.update(state.__dict__, **changes)
+        return new
 
 
 Decision = tuple[State, tuple[Command, ...], str]

@@ -504,3 +504,19 @@ def test_state_is_a_value() -> None:
     w.lose("n0")
     assert state == before
     assert state.nodes == nodes
+
+
+def test_a_failure_that_goes_with_the_node_cordons_it_though_there_is_no_spare() -> None:
+    w = world(3, dp=3)
+    w.run(2)
+    w.send(ev.NonFinite(w.state.generation, 3, (2,)))
+    w.settle()
+    seats = w.starts[-1].placement.seats
+    at = seats.index("n1")
+    assert at != 1
+    w.send(ev.NonFinite(w.state.generation, 3, (2 * at + 1,)))
+    w.settle()
+    assert w.cordoned == {"n1"}
+    assert w.starts[-1].placement.dp == 2
+    w.run(1)
+    assert w.running
