@@ -149,14 +149,16 @@ class _Work:
             torch.mm(dh_2I[own], gate_up, out=g_nH)
             passes.scatter_add(g_nH, token_n, dhidden_TH)
         if self.gate_up.requires_grad:
-            sink.submit((self.gate_up, self.down), lambda: self._waiting(grad_TH, act_I, dh_2I) if later else None)
+            sink.submit((self.gate_up, self.down), lambda: self._finish(grad_TH, act_I, dh_2I, later))
         dweights = torch.zeros(self.weights_Tk.shape, dtype=self.weights_Tk.dtype)
         dweights.view(-1)[self.plan.slot_N] = dweight_N.to(dweights.dtype)
         return dhidden_TH.to(self.hidden_TH.dtype), dweights
 
-    def _waiting(self, grad_TH: Tensor, act_NI: Tensor, dh_N2I: Tensor) -> None:
-        """The weight gradients of all blocks, from kept operands."""
-        for block in self.blocks:
+    @torch.no_grad()
+    def _finish(self, grad_TH: Tensor, act_NI: Tensor, dh_N2I: Tensor, waiting: bool) -> None:
+        """The weight gradients of all blocks from kept operands, if they waited. Without rows they are zeros."""
+        grad_buffer(self.gate_up), grad_buffer(self.down)
+        for block in self.blocks if waiting else ():
             at, n = slice(block.start, block.stop), block.stop - block.start
             token_n = self.plan.token_N[at]
             self.how.passes.gather(grad_TH, token_n, self.y_nH[:n])
