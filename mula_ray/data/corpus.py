@@ -1,7 +1,8 @@
 """The default corpus: the source files of the running Python's own standard library. Nothing to download.
 
-Prepared on first use into a per-user cache folder, in seconds. Held-out data are whole *files*. The folder's name holds
-the Python version and a digest of what is read, so a new Python gets a new corpus and an old one is never half right.
+Prepared on first use into a per-user cache folder, in seconds, by the code of `mula-ray data prepare`. Held-out data
+are whole *files*. The folder's name holds the Python version and a digest of what is read, so a new Python gets a new
+corpus and an old one is never half right.
 """
 
 from __future__ import annotations
@@ -17,18 +18,17 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from mula_ray.config.errors import UserError
-from mula_ray.data.manifest import MANIFEST, TOKENIZER, DataManifest, ShardEntry, Split, write_manifest
-from mula_ray.data.shards import token_dtype, write_shard
-from mula_ray.data.tokenizer import EOS, Encoder, tokenizer_digest, tokenizer_text, train_bpe
+from mula_ray.data.inputs import InputRules, Source
+from mula_ray.data.job import PrepareSettings, plan_job
+from mula_ray.data.manifest import MANIFEST
+from mula_ray.data.prepare import run_here, run_job
 
 STDLIB = "stdlib"
 VOCAB_SIZE = 4096
-_LAYOUT = 1
+_LAYOUT = 2
 _SAMPLE_BYTES = 3_000_000
-_HELD_OUT_ONE_IN = 20
+_HELD_OUT = 0.05
 _LEAVE_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__", "lib2to3"})
 
 
@@ -37,9 +37,8 @@ def default_cache() -> Path:
     return Path.home() / ".cache" / "mula_ray" / "data"
 
 
-def source_files(root: Path | None = None) -> list[Path]:
+def source_files(root: Path) -> list[Path]:
     """Source files of the standard library, sorted; tests, installed packages and generated caches left out."""
-    root = root or Path(sysconfig.get_paths()["stdlib"])
     found = (path for path in root.rglob("*.py") if not _LEAVE_OUT.intersection(path.relative_to(root).parts))
     return sorted(path for path in found if path.is_file())
 
@@ -54,13 +53,14 @@ def ensure_stdlib(cache_dir: Path | None = None) -> Path:
         UserError: the cache folder cannot be written, or this Python has no standard library sources.
     """
     cache = cache_dir or default_cache()
-    files = source_files()
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = source_files(root)
     if not files:
         raise UserError(
-            f"data.path {STDLIB}: no source files below {sysconfig.get_paths()['stdlib']}; "
+            f"data.path {STDLIB}: no source files below {root}; "
             "prepare text of your own with `mula-ray data prepare` and set data.path to it"
         )
-    facts = "\n".join(f"{path.name} {path.stat().st_size}" for path in files)
+    facts = "\n".join(f"{path.relative_to(root)} {path.stat().st_size}" for path in files)
     key = hashlib.sha256(f"{_LAYOUT} {VOCAB_SIZE} {facts}".encode()).hexdigest()[:12]
     final = cache / f"{STDLIB}-{platform.python_version()}-{key}"
     if (final / MANIFEST).exists():
@@ -69,7 +69,7 @@ def ensure_stdlib(cache_dir: Path | None = None) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         with _lock(cache / f".{final.name}.lock"):
             if not (final / MANIFEST).exists():
-                _build(files, cache, final)
+                _build(root, files, cache, final)
     except OSError as error:
         raise UserError(
             f"the default corpus cannot be written to {cache}: {error.strerror or error}; "
@@ -87,10 +87,17 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _build(files: Sequence[Path], cache: Path, final: Path) -> None:
+def _build(root: Path, files: Sequence[Path], cache: Path, final: Path) -> None:
     folder = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=cache))
+    settings = PrepareSettings(
+        sources=(Source(STDLIB, files=tuple((str(f), f.relative_to(root).as_posix()) for f in files)),),
+        train_vocab=VOCAB_SIZE,
+        rules=InputRules(treat_as="txt", held_out=_HELD_OUT, held_out_by="file"),
+        sample_bytes=_SAMPLE_BYTES,
+    )
     try:
-        prepare_texts([path.read_text(encoding="utf-8", errors="replace") for path in files], folder)
+        with plan_job(folder, settings) as job:
+            run_job(job, run_here)
         folder.chmod(0o755)
         os.rename(folder, final)
     except OSError:
@@ -98,47 +105,3 @@ def _build(files: Sequence[Path], cache: Path, final: Path) -> None:
             raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def prepare_texts(texts: Sequence[str], folder: Path, vocab_size: int = VOCAB_SIZE) -> DataManifest:
-    """Tokenize whole documents into a data folder, in an order fixed by their content; one in twenty is held out.
-
-    The tokenizer is trained on a sample of the documents that are not held out.
-    """
-    digests = ((hashlib.sha256(text.encode("utf-8", "replace")).hexdigest(), text) for text in texts if text.strip())
-    keyed = sorted(dict(digests).items())
-    held = max(1, len(keyed) // _HELD_OUT_ONE_IN)
-    documents: dict[Split, list[str]] = {
-        "held_out": [text for _, text in keyed[:held]],
-        "train": [text for _, text in keyed[held:]],
-    }
-    tokenizer = train_bpe(_sample(documents["train"]), vocab_size)
-    (folder / TOKENIZER).write_text(tokenizer_text(tokenizer), encoding="utf-8")
-    dtype = token_dtype(vocab_size)
-    eos = np.array([tokenizer.token_to_id(EOS)], dtype=dtype)
-    encoder = Encoder(tokenizer, dtype)
-    splits: dict[Split, tuple[ShardEntry, ...]] = {}
-    for split, members in documents.items():
-        ids = [np.concatenate([part, eos]) for part in encoder.encode(members)]
-        lengths = np.array([part.size for part in ids], dtype=np.int64)
-        splits[split] = (write_shard(folder / f"{split}-00000.arrow", np.concatenate(ids), lengths),)
-    manifest = DataManifest(
-        vocab_size=vocab_size,
-        eos_id=int(eos[0]),
-        dtype="uint16",
-        tokenizer_sha256=tokenizer_digest(tokenizer),
-        splits=splits,
-        report={"source": f"Python {platform.python_version()} standard library", "held_out_by": "file"},
-    )
-    write_manifest(folder, manifest)
-    return manifest
-
-
-def _sample(texts: Sequence[str]) -> Iterator[str]:
-    """Enough text for the merges: training on everything would take most of the ten seconds."""
-    size = 0
-    for text in texts:
-        if size > _SAMPLE_BYTES:
-            return
-        size += len(text)
-        yield text

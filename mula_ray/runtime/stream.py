@@ -163,7 +163,7 @@ def open_ray_stream(plan: StreamPlan, spec: RingSpec) -> Iterator[Chunk]:
     node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     with DataContext.current(context):
         stream = ray.data.read_datasource(
-            PlanSource(plan, spec), override_num_blocks=1, concurrency=1, num_cpus=0.001, scheduling_strategy=node
+            PlanSource(plan, spec), override_num_blocks=1, concurrency=1, num_cpus=0, scheduling_strategy=node
         )
         batches = stream.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
         for batch in batches:
