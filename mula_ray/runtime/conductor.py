@@ -1,0 +1,440 @@
+"""The driver's loop: takes what happens, asks the policy, carries out its commands. Knows nothing of recovery itself.
+
+One thread; everything else (agents' answers, saves, signals, new nodes) comes through one queue. `Link` is all it sees of
+an agent, so that it runs the same against fakes. Traffic is O(nodes): one outstanding poll an agent.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from mula_ray.elastic import commands as cmd
+from mula_ray.elastic import events as ev
+from mula_ray.elastic.hang import HangDetector, Heartbeats
+from mula_ray.elastic.memory import usable_memory
+from mula_ray.elastic.policy import decide, notable
+from mula_ray.elastic.state import Phase, PolicyConfig, State, initial
+from mula_ray.runtime.board import STOP_DISK, STOP_MEMORY
+from mula_ray.runtime.generation import Generation, Trouble
+from mula_ray.runtime.inject import Fault
+from mula_ray.runtime.links import Link, loss_of
+from mula_ray.runtime.messages import FenceAnswer, Report, RunFacts
+from mula_ray.runtime.saves import Saved, Saves
+
+BEAT_S = 0.1
+CHECK_S = 0.05
+_UNREACHABLE_S = 0.3
+
+
+class Watcher(Protocol):
+    """Who wants to know: `view.View`; fakes in tests."""
+
+    def decided(self, state: State, event: ev.Event, commands: tuple[cmd.Command, ...], reason: str) -> None:
+        """The policy decided."""
+        ...
+
+    def news(self, kind: str, generation: int, body: dict[str, Any]) -> None:
+        """A rank or agent reported something for the person."""
+        ...
+
+    def saved(self, saved: Saved) -> None:
+        """A save ended."""
+        ...
+
+    def generation_begins(self, generation: int) -> None:
+        """Before anything of it is started: it must be on record."""
+        ...
+
+    def fault(self, fault: Fault) -> None:
+        """A rehearsed fault is played; those of the driver itself are played here."""
+        ...
+
+
+class Conductor:
+    """See the module. `run` returns (exit code, reason)."""
+
+    def __init__(
+        self,
+        run: RunFacts,
+        rules: PolicyConfig,
+        started: ev.DriverStarted,
+        watcher: Watcher,
+        saves: Saves | None,
+        lost: Callable[[str, float], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.run_facts, self.state = run, initial(rules)
+        self._started, self._watcher, self.saves, self._lost_node, self._clock = started, watcher, saves, lost, clock
+        self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self.links: dict[str, Link] = {}
+        self._cursors: dict[str, int] = {}
+        self._hang = HangDetector()
+        self._hearts = Heartbeats()
+        self._fence: int | None = None
+        self._answers: dict[str, FenceAnswer] = {}
+        self._asked: set[str] = set()
+        self._doubt: dict[str, float] = {}
+        self.generation: Generation | None = None
+        self._dismiss: dict[str, int] = {}
+        self._fired: set[int] = set()
+        self._result: tuple[int, str] | None = None
+        self._checked = 0.0
+        self._timers: list[tuple[float, tuple[Any, ...]]] = []
+        self.busy_s = 0.0
+
+    # ---- from outside (any thread) ---------------------------------------------------------------------------------
+
+    def post(self, *item: Any) -> None:
+        """Put something into the queue: ("joined", link), ("roster",), ("event", event), ("saved", saved)."""
+        self._inbox.put(item)
+
+    # ---- the loop --------------------------------------------------------------------------------------------------
+
+    def run(self) -> tuple[int, str]:
+        """Until the policy says that the run is over."""
+        self.feed(self._started)
+        while self._result is None:
+            try:
+                item = self._inbox.get(timeout=self._patience())
+            except queue.Empty:
+                item = ("tick",)
+            began = time.perf_counter()
+            self._take(item)
+            self._check(self._clock())
+            self.busy_s += time.perf_counter() - began
+        return self._result
+
+    def _patience(self) -> float:
+        now = self._clock()
+        due = [at for at, _ in self._timers]
+        if self.state.wake_at is not None:
+            due.append(self.state.wake_at)
+        return max(0.0, min([CHECK_S, *(at - now for at in due)]))
+
+    def _check(self, now: float) -> None:
+        wake = self.state.wake_at
+        if wake is not None and now >= wake:
+            self.feed(ev.Tick())
+        if now - self._checked < CHECK_S:
+            return
+        self._checked = now
+        for timer in [timer for timer in self._timers if timer[0] <= now]:
+            self._timers.remove(timer)
+            self._take(timer[1])
+        for node in self._hearts.silent(now):
+            self._agent_lost(node, f"its agent was silent for more than {self._hearts.deadline:.1f} s")
+        hang = self._hang.check(now)
+        if hang is not None and self.generation is not None:
+            self.feed(ev.RankHung(self.generation.number, hang.step, hang.ranks, hang.detail))
+
+    def _take(self, item: tuple[Any, ...]) -> None:
+        kind = item[0]
+        if kind == "report":
+            self._report(*item[1:])
+        elif kind == "fenced":
+            self._fence_answer(*item[1:])
+        elif kind == "started":
+            self._start_answer(*item[1:])
+        elif kind == "joined":
+            self._joined(item[1])
+        elif kind == "roster":
+            self.feed(ev.RosterComplete())
+        elif kind == "event":
+            self.feed(item[1])
+        elif kind == "saved":
+            self._saved(item[1])
+        elif kind == "poll":
+            self._poll(item[1])
+        elif kind == "fence-again":
+            self._ask_fence(item[1])
+        elif kind == "strike":
+            self._strike(item[1])
+        elif kind == "trouble":
+            self._flush_trouble(item[1])
+
+    def feed(self, event: ev.Event) -> None:
+        """Ask the policy, carry out what it says."""
+        self.state, commands, reason = decide(self.state, event, self._clock())
+        if notable(event, commands):
+            self._watcher.decided(self.state, event, commands, reason)
+        for command in commands:
+            self._carry_out(command)
+
+    # ---- commands --------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, command: cmd.Command) -> None:
+        if isinstance(command, cmd.Fence):
+            self._begin_fence(command.generation)
+        elif isinstance(command, cmd.StartGeneration):
+            self._start(command)
+        elif isinstance(command, cmd.AskStop):
+            mode = STOP_DISK if command.save == "disk" else STOP_MEMORY
+            if self.generation is not None and self.generation.number == command.generation:
+                self.generation.stop_save = command.save
+                self._tell_seats("ask_stop", command.generation, mode)
+        elif isinstance(command, cmd.RequestSave):
+            if self.generation is not None and self.generation.number == command.generation:
+                self._tell_seats("ask_save", command.generation, self.generation.save_step())
+        elif isinstance(command, cmd.Cordon):
+            self._dismiss[command.node] = self.state.generation
+        elif isinstance(command, cmd.Finish):
+            self._hang.end()
+            self._result = (command.exit_code, command.reason)
+
+    def _tell_seats(self, method: str, *args: Any) -> None:
+        assert self.generation is not None
+        for link in self.generation.seats.values():
+            link.call(method, *args)
+
+    def _begin_fence(self, generation: int) -> None:
+        self._hang.end()
+        self._fence, self._answers = generation, {}
+        if self.saves is not None:
+            self.saves.fence()
+        self._asked = set(self.links)
+        for node in list(self.links):
+            self._ask_fence(node)
+        self._fence_done()
+
+    def _ask_fence(self, node: str) -> None:
+        link = self.links.get(node)
+        if link is not None:
+            link.call("fence", self._fence, then=lambda a, e, n=node, g=self._fence: self.post("fenced", n, g, a, e))
+
+    def _fence_answer(self, node: str, generation: int, answer: FenceAnswer | None, error: BaseException | None) -> None:
+        if generation != self._fence or node not in self._asked:
+            return
+        if error is None and answer is not None and not answer.survivors:
+            self._answers[node] = answer
+            self._doubt.pop(node, None)
+            self._hearts.beat(node, self._clock())
+            self._fence_done()
+            return
+        if error is None:
+            assert answer is not None
+            self._agent_lost(node, f"its ranks {answer.survivors} could not be ended")
+            return
+        self._doubted(node, error, ("fence-again", node))
+
+    def _doubted(self, node: str, error: BaseException, again: tuple[Any, ...]) -> None:
+        """A call failed: dead is a fact; unreachable becomes one when it lasts while everybody waits for it."""
+        loss = loss_of(error)
+        now = self._clock()
+        since = self._doubt.setdefault(node, now)
+        text = str(error).strip().splitlines()[0][:200] if str(error) else ""
+        if loss == "dead" or (loss == "unreachable" and self._fence is not None and now - since > _UNREACHABLE_S):
+            self._agent_lost(node, f"its agent is {'gone' if loss == 'dead' else 'unreachable'}")
+        elif loss == "error":
+            self._agent_lost(node, f"its agent failed: {type(error).__name__}: {text}")
+        elif again[0] == "poll":
+            self._timers.append((now + 0.05, again))
+        else:
+            self._timers.append((now + 0.05, ("fence-again", node)))
+
+    def _fence_done(self) -> None:
+        if self._fence is None or not self._asked <= set(self._answers):
+            return
+        generation, self._fence = self._fence, None
+        self._doubt.clear()
+        holdings = {node: answer.holdings for node, answer in self._answers.items()}
+        self.feed(ev.Fenced(generation, usable_memory(self.state.config.shape, holdings)))
+
+    def _start(self, command: cmd.StartGeneration) -> None:
+        self._watcher.generation_begins(command.generation)
+        stores = {node: answer.store for node, answer in self._answers.items()}
+        faults = tuple(f for f in self.run_facts.faults if f.serial not in self._fired)
+        generation = Generation(
+            replace(self.run_facts, faults=faults), command, self.links, stores, self._clock(), self.state.config.shape
+        )
+        self.generation = generation
+        self._hang.begin(generation.number, self._clock())
+        for seat, link in generation.seats.items():
+            link.call(
+                "start",
+                generation.spec(seat),
+                then=lambda a, e, n=link.node, g=generation.number: self.post("started", n, g, a, e),
+            )
+
+    def _start_answer(self, node: str, generation: int, answer: float | None, error: BaseException | None) -> None:
+        if error is not None and self.generation is not None and generation == self.generation.number:
+            self._doubted(node, error, ("poll", node))
+
+    # ---- nodes -----------------------------------------------------------------------------------------------------
+
+    def _joined(self, link: Link) -> None:
+        node = link.node
+        self.links[node] = link
+        self._cursors[node] = 0
+        self._hearts.watch(node, self._clock())
+        link.call("fence", self.state.generation if not self.state.alive else self.state.generation - 1)
+        self._poll(node)
+        self.feed(ev.NodeJoined(node, link.tiles, link.domain))
+        if self._fence is not None and node not in self._asked:
+            self._asked.add(node)
+            self._ask_fence(node)
+
+    def _agent_lost(self, node: str, why: str) -> None:
+        link = self.links.pop(node, None)
+        if link is None:
+            return
+        self._hearts.forget(node)
+        self._doubt.pop(node, None)
+        link.kill()
+        self._lost_node(node, 1.0 if node not in self._dismiss else 1e9)
+        self.feed(ev.AgentLost(node, why))
+        if self._fence is not None:
+            self._asked.discard(node)
+            self._answers.pop(node, None)
+            self._fence_done()
+
+    def _poll(self, node: str) -> None:
+        link = self.links.get(node)
+        if link is not None:
+            wait = max(BEAT_S, 0.0004 * len(self.links))
+            link.call("poll", self._cursors[node], wait, then=lambda a, e, li=link: self.post("report", li, a, e))
+
+    def _report(self, link: Link, report: Report | None, error: BaseException | None) -> None:
+        node = link.node
+        if self.links.get(node) is not link:
+            return
+        if error is not None:
+            self._doubted(node, error, ("poll", node))
+            return
+        assert report is not None
+        now = self._clock()
+        self._hearts.beat(node, now)
+        if self._fence is None:
+            self._doubt.pop(node, None)
+        self._cursors[node] = report.cursor
+        self._poll(node)
+        for news in report.news:
+            self._news(node, news.kind, news.generation, dict(news.body))
+        generation = self.generation
+        if report.pulse is not None:
+            self._hang.pulse(report.pulse, now)
+            if generation is not None and report.pulse.generation == generation.number and self._fence is None:
+                self._progress(generation, node, report)
+
+    def _progress(self, generation: Generation, node: str, report: Report) -> None:
+        assert report.pulse is not None
+        step, snapshot = generation.pulse(node, report.pulse)
+        if step is not None:
+            self.feed(ev.StepCommitted(generation.number, step))
+        if snapshot is not None:
+            self.feed(ev.SnapshotPublished(generation.number, snapshot))
+            self._dismiss_cordoned(generation)
+
+    def _dismiss_cordoned(self, generation: Generation) -> None:
+        for node, since in list(self._dismiss.items()):
+            if since < generation.number and node not in {link.node for link in generation.seats.values()}:
+                self._dismiss[node] = 1 << 60
+                if node in self.links:
+                    self._agent_lost(node, "cordoned; its snapshots are not needed any more")
+
+    # ---- what ranks and agents report ------------------------------------------------------------------------------
+
+    def _news(self, node: str, kind: str, number: int, body: dict[str, Any]) -> None:
+        self._watcher.news(kind, number, {**body, "node": node})
+        generation = self.generation
+        if kind == "fault":
+            self._fault(body["fault"])
+        if generation is None or number != generation.number:
+            return
+        if kind == "peak":
+            self.run_facts = replace(self.run_facts, peak_tflops=body["tflops"])
+        elif kind == "save-ready" and self.saves is not None:
+            self.saves.seat_ready(body["step"], body["what"], number, body["seat"], generation.seats)
+        elif kind == "worker-lost":
+            self.feed(ev.WorkerLost(node, body["tile"], number))
+        elif kind == "restore-failed":
+            source = next((n for n, link in self.links.items() if body.get("peer") and link.peer == body["peer"]), node)
+            restore = generation.restore
+            holder = source if restore.tier in (ev.Tier.OWN, ev.Tier.MEMORY) else ""
+            self.feed(ev.RestoreFailed(number, restore.step, restore.tier, body["why"], holder))
+        elif kind == "fatal":
+            self.feed(ev.FatalError(body["code"], body["message"], number))
+        else:
+            self._rank_news(generation, kind, body)
+
+    def _rank_news(self, generation: Generation, kind: str, body: dict[str, Any]) -> None:
+        if kind == "ready" and generation.rank_ready(body["rank"], body["phases"]):
+            self.feed(ev.GenerationReady(generation.number, generation.restore.step))
+        elif kind == "ended" and generation.rank_ended(body["rank"], body["step"], body["asked"]):
+            self._maybe_ended()
+        elif kind in ("error", "exit"):
+            event = generation.died(kind, body)
+            if event is not None:
+                self.feed(event)
+        elif kind == "failed-step":
+            # All ranks report the same step; wait a moment for the one that says it is its own state.
+            if generation.trouble is None:
+                generation.trouble = Trouble(body["what"], body["step"], body["detail"])
+                self._timers.append((self._clock() + 0.02, ("trouble", generation.number)))
+            generation.trouble.add(body["rank"], body["detail"])
+
+    def _flush_trouble(self, number: int) -> None:
+        generation = self.generation
+        if generation is None or generation.number != number or generation.trouble is None:
+            return
+        self.feed(generation.trouble.event(number))
+
+    def _maybe_ended(self) -> None:
+        """All ranks left cleanly; the generation has ended once its saves are on disk."""
+        generation = self.generation
+        if generation is None or generation.ended is None or (self.saves is not None and self.saves.busy):
+            return
+        self._hang.end()
+        step, asked = generation.ended
+        save: Any = generation.stop_save if asked else "disk"
+        saved = save == "memory" or generation.saved_step == step
+        self.feed(ev.GenerationEnded(generation.number, step, asked, saved, save))
+
+    def _saved(self, saved: Saved) -> None:
+        self._watcher.saved(saved)
+        if saved.slot:
+            if self.generation is not None and saved.kind == "full":
+                self.generation.saved_step = max(self.generation.saved_step, saved.step)
+            self.feed(ev.CheckpointCommitted(saved.generation, saved.step, saved.slot, saved.kind == "full"))
+        elif not saved.abandoned:
+            self.feed(ev.StorageFailed(saved.step, saved.why, saved.no_space))
+        elif "already" in saved.why and self.generation is not None and saved.kind == "full":
+            self.generation.saved_step = max(self.generation.saved_step, saved.step)
+        self._maybe_ended()
+
+    # ---- rehearsals ------------------------------------------------------------------------------------------------
+
+    def _fault(self, fault: Fault) -> None:
+        self._fired.add(fault.serial)
+        self._strike(fault)
+
+    def _strike(self, fault: Fault) -> None:
+        """Play what a rank cannot play on itself."""
+        generation = self.generation
+        self._watcher.fault(fault)
+        if fault.kind == "disk-full" and self.saves is not None:
+            self.saves.fault = "disk-full"
+        if generation is None:
+            return
+        if fault.kind in ("kill-agent", "kill-node", "cut-node"):
+            link = generation.seats.get(fault.index % max(1, len(generation.seats)))
+            if link is not None:
+                link.call("strike", fault.kind, 0)
+        elif fault.kind == "kill-actor" or fault.at == "now":
+            link, tile = generation.locate(fault.index % generation.world)
+            if link is not None:
+                link.call("strike", fault.kind, tile)
+
+    @property
+    def phase(self) -> Phase:
+        """Of the policy."""
+        return self.state.phase
+
+
+def new_secret() -> str:
+    """For the agents of a run to know each other."""
+    return secrets.token_hex(32)

@@ -1,0 +1,140 @@
+"""Finds nodes with free tiles and puts an agent on each: a thread of the driver. New nodes join a running job."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mula_ray.runtime import seam
+from mula_ray.runtime.links import RayLink
+from mula_ray.runtime.messages import NodeFacts, RunFacts
+from mula_ray.runtime.node import NodeAgent
+
+SCAN_S = 0.5
+READY_BOUND_S = 180.0
+
+
+class Roster:
+    """`joined(link)` for every agent that is ready, `complete()` once after the first round.
+
+    At most `wanted` nodes (working and spare) are taken at a time; a node that is lost makes room for another.
+    """
+
+    def __init__(
+        self,
+        run: RunFacts,
+        secret: bytes,
+        wanted: int,
+        environment: dict[str, str],
+        joined: Callable[[RayLink], None],
+        complete: Callable[[], None],
+    ) -> None:
+        self._run, self._secret, self._wanted, self._environment = run, secret, wanted, environment
+        self._joined, self._complete = joined, complete
+        self._held: dict[str, tuple[str, Any]] = {}
+        self._barred: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="roster", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """No more nodes."""
+        self._stop.set()
+        self._wake.set()
+
+    def lost(self, node: str, bar_s: float = 0.0) -> None:
+        """The agent of `node` is gone; its machine may be used again after `bar_s`."""
+        with self._lock:
+            for node_id, (name, _) in list(self._held.items()):
+                if name == node:
+                    del self._held[node_id]
+                    self._barred[node_id] = time.monotonic() + bar_s
+        self._wake.set()
+
+    def release_all(self) -> None:
+        """End every agent."""
+        for _, handle in list(self._held.values()):
+            seam.kill(handle)
+
+    def _work(self) -> None:
+        first = True
+        while not self._stop.is_set():
+            threads = self._round()
+            if first:
+                for thread in threads:
+                    thread.join(READY_BOUND_S)
+                self._complete()
+                first = False
+            self._wake.wait(SCAN_S)
+            self._wake.clear()
+
+    def _round(self) -> list[threading.Thread]:
+        """Start an agent on every node that is wanted and free."""
+        try:
+            nodes, free = seam.tile_nodes(), seam.free_tiles()
+        except Exception:  # the head does not answer: the driver's own bounds deal with that
+            return []
+        tiles = self._run.config.cluster.tiles_per_node
+        threads = []
+        with self._lock:
+            for node_id in [n for n in self._held if n not in nodes]:
+                del self._held[node_id]
+            for node_id, (have, address, label) in sorted(nodes.items(), key=lambda item: (item[1][2], item[0])):
+                if len(self._held) >= self._wanted:
+                    break
+                if node_id in self._held or self._barred.get(node_id, 0.0) > time.monotonic():
+                    continue
+                name = label or node_id[:12]
+                handle = seam.find_actor(self._actor_name(node_id))
+                if handle is None:
+                    if have < tiles or free.get(node_id, 0) < tiles:
+                        continue
+                    handle = self._make(node_id, name, address)
+                self._held[node_id] = (name, handle)
+                thread = threading.Thread(target=self._greet, args=(node_id, name, handle), daemon=True)
+                thread.start()
+                threads.append(thread)
+        return threads
+
+    def _actor_name(self, node_id: str) -> str:
+        return f"{self._run.run_id}/agent/{node_id}"
+
+    def _make(self, node_id: str, name: str, address: str) -> Any:
+        make = seam.actor(
+            NodeAgent,
+            name=self._actor_name(node_id),
+            namespace=seam.NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            resources={"tile": self._run.config.cluster.tiles_per_node},
+            max_concurrency=16,
+            max_restarts=0,
+            scheduling_strategy=seam.on_node(node_id),
+        )
+        return make.remote(self._run, name, address, self._secret, self._environment)
+
+    def _greet(self, node_id: str, name: str, handle: Any) -> None:
+        import ray
+
+        try:
+            facts: NodeFacts = ray.get(handle.hello.remote(), timeout=READY_BOUND_S)
+        except Exception:
+            seam.kill(handle)
+            self.lost(name, bar_s=5.0)
+            return
+        if not self._stop.is_set():
+            self._joined(RayLink(name, handle, facts.peer, facts.tiles, _domain(facts)))
+        del node_id
+
+
+def _domain(facts: NodeFacts) -> str:
+    """Failure domain: the machine; on a cluster of many nodes on one machine each node is its own."""
+    return "" if facts.host in ("127.0.0.1", socket.gethostbyname(socket.gethostname())) else facts.host

@@ -1,0 +1,106 @@
+"""The actor of a tile: its identity, and the parent (by way of the node's zygote) of the rank process of a generation.
+
+It never computes and never blocks: it answers at once while its rank is stuck, kills by SIGKILL, verifies, and reports a
+death that nobody asked for to its agent as the operating system tells it. When it dies, however, the zygote ends its rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from typing import Any
+
+from mula_ray.runtime.board import Board
+from mula_ray.runtime.forks import Child, Forks, spawn_child
+from mula_ray.runtime.messages import RankSpec
+from mula_ray.runtime.zygote import Job
+
+RANK_ENTRY = "mula_ray.runtime.rank:main"
+
+
+class TileWorker:
+    """`agent`: handle of the node agent, told about exits; `environment`: of the rank process."""
+
+    def __init__(self, tile: int, agent: Any, zygote: str, environment: dict[str, str], preloaded: bool) -> None:
+        self._tile, self._agent, self._zygote = tile, agent, zygote
+        self._environment, self._preloaded = environment, preloaded
+        self._forks: Forks | None = None
+        self._lock = threading.RLock()
+        self._rank: Child | None = None
+        self._spare: Child | None = None
+        self._spec: RankSpec | None = None
+        self._killing = False
+        self._fenced = -1
+        self.board = Board()
+
+    def hello(self) -> tuple[int, str, int]:
+        """(tile, path of the board, pid)."""
+        return self._tile, self.board.path, os.getpid()
+
+    def warm(self) -> bool:
+        """Have a child ready; waits for the zygote's imports."""
+        with self._lock:
+            if self._spare is None or self._spare.gone.is_set():
+                self._spare = self._fork()
+        return True
+
+    def _fork(self) -> Child:
+        if not self._preloaded:
+            child = spawn_child({**os.environ, **self._environment})
+            threading.Thread(target=self._wait_spawned, args=(child,), daemon=True).start()
+            return child
+        if self._forks is None or self._forks.lost:
+            self._forks = Forks(self._zygote, self._on_exit)
+        return self._forks.fork()
+
+    def _wait_spawned(self, child: Child) -> None:
+        child.gone.wait()
+        self._on_exit(child)
+
+    def start(self, spec: RankSpec) -> int:
+        """Start the rank of `spec`; its pid. Refuses what the fence has passed (returns 0)."""
+        with self._lock:
+            if spec.generation <= self._fenced:
+                return 0
+            assert self._rank is None or self._rank.gone.is_set(), "one rank at a time"
+            if self._spare is None or self._spare.gone.is_set():
+                self._spare = self._fork()
+            child, self._spare = self._spare, None
+            self._rank, self._spec, self._killing = child, spec, False
+            self.board.clear()
+            child.run(Job(RANK_ENTRY, spec, self._environment))
+        return child.pid
+
+    def fence(self, generation: int, bound_s: float = 20.0) -> int:
+        """End the rank of generations <= `generation`; 0 when it is verified gone, else its pid."""
+        with self._lock:
+            self._fenced = max(self._fenced, generation)
+            child, spec = self._rank, self._spec
+            if child is None or spec is None or spec.generation > generation:
+                return 0
+            self._killing = True
+            child.kill()
+        if not child.gone.wait(bound_s):
+            return child.pid
+        child.channel.close()
+        with self._lock:
+            self._rank = None
+        return 0
+
+    def signal(self, number: int) -> int:
+        """Send a signal to the rank process (rehearsals)."""
+        child = self._rank
+        if child is not None and not child.gone.is_set():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, number)
+        return child.pid if child else 0
+
+    def _on_exit(self, child: Child) -> None:
+        """The operating system says that a child ended."""
+        if child is not self._rank:
+            return
+        spec, asked = self._spec, self._killing
+        if spec is not None and not asked:
+            self._agent.rank_exited.remote(self._tile, spec.generation, spec.rank, child.exit, time.monotonic())
