@@ -20,7 +20,7 @@ from pathlib import Path
 
 import typer
 
-from mula_ray.cli import bench, plan, report, status, submit, train
+from mula_ray.cli import bench, launch, plan, report, status, submit, train
 from mula_ray.config.errors import MulaError, UserError
 
 INTERNAL, USAGE, INTERRUPTED = 1, UserError.exit_code, 130
@@ -40,6 +40,7 @@ app.command()(bench.bench)
 app.command()(status.status)
 app.command()(report.report)
 app.command()(submit.submit)
+app.command()(launch.launch)
 
 
 @dataclass

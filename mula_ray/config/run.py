@@ -108,6 +108,7 @@ class ClusterConfig(Section):
     rank_start: Literal["forkserver", "spawn"] = "forkserver"
     threads_per_rank: PositiveInt = 1
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
+    hang_workarounds: bool = Field(False, description="add the site's block against hanging collectives to the ranks")
 
 
 class MetricsConfig(Section):

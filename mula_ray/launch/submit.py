@@ -202,6 +202,7 @@ def _environment(site: SiteConfig, job: Job, job_id: str) -> Iterator[str]:
     yield f'TMPDIR="{site.launch.temp_root}/mr-$(id -u)-{job_id}"'
     yield "export TMPDIR"
     yield '[ -O "$TMPDIR" ] || mkdir -m 700 "$TMPDIR"'
+    yield "trap 'rm -rf \"$TMPDIR\"' EXIT"
 
 
 def _quoted(job_id: str) -> str:
@@ -231,5 +232,4 @@ def _wait() -> Iterator[str]:
     yield '  if [ "$signalled" -eq 0 ]; then break; fi'
     yield "  signalled=0"
     yield "done"
-    yield 'rm -rf "$TMPDIR"'
     yield 'exit "$code"'
