@@ -197,7 +197,6 @@ class FakeFleet:
         self.decisions: list[tuple[float, str, str]] = []
         self.running = threading.Event()
         self.lost: list[str] = []
-        self.cpu_s = 0.0
         self.conductor = Conductor(facts, rules, ev.DriverStarted(), self, None, lambda n, _s: self.lost.append(n))
         self.agents = {f"n{i}": FakeAgent(self, f"n{i}", tiles, f"rack{i // 16}") for i in range(nodes + spares)}
         self.thread = threading.Thread(target=self._drive, daemon=True)
@@ -205,7 +204,11 @@ class FakeFleet:
 
     def _drive(self) -> None:
         self.result = self.conductor.run()
-        self.cpu_s = time.thread_time()
+
+    def processor_s(self) -> float:
+        """Processor time that the driver's thread has used."""
+        assert self.thread.ident is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(self.thread.ident))
 
     def start(self) -> None:
         self.thread.start()
