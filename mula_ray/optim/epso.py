@@ -154,6 +154,10 @@ class Epso:
     def reduce(self) -> Tensor:
         """Sum the gradients over their groups. Returns () fp64 on the CPU: this rank's part of the squared norm."""
         self.reducer.finish()
+        return self.squared_norm()
+
+    def squared_norm(self) -> Tensor:
+        """() fp64 on the CPU: squared norm of the owned, reduced gradients that this rank counts."""
         total = torch.zeros((), dtype=torch.float64)
         for family in self.families:
             norms = []
@@ -167,8 +171,8 @@ class Epso:
                 total += torch.stack(norms).double().square().sum().cpu()
         return total
 
-    def update(self, step: int, lr: float, factor: float = 1.0) -> None:
-        """AdamW on the owned shards with gradients times `factor`, then everybody's weights.
+    def update(self, step: int, lr: float, factor: float = 1.0, *, gather: bool = True) -> None:
+        """AdamW on the owned shards with gradients times `factor`, then everybody's weights (`gather`).
 
         `step` counts from 0; Adam's bias correction uses step + 1, so a resumed run needs no counter of its own.
         """
@@ -186,7 +190,7 @@ class Epso:
                     if spans:
                         self._adamw(family, grad, shard.start, spans, count, lr, self.cfg.weight_decay * decay)
                 family.weights[flat].copy_(family.master[shard])
-                if family.shard_group is not None:
+                if gather and family.shard_group is not None:
                     whole = family.weights[bucket.start : bucket.stop]
                     pending.append(all_gather_async(whole, family.weights[flat], family.shard_group))
         for item in pending:

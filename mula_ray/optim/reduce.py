@@ -18,7 +18,6 @@ from mula_ray.parallel.collectives import (
     Pending,
     all_reduce,
     all_reduce_async,
-    prefers_all_reduce,
     reduce_scatter_async,
 )
 from mula_ray.parallel.groups import Group
@@ -148,7 +147,7 @@ class BucketReducer:
 def sums_whole(family: FlatFamily) -> bool:
     """Whether a bucket is all-reduced as a whole: that is faster here, or the sum spans more ranks than the shards."""
     group = family.reduce_group
-    return group is not None and (prefers_all_reduce(group) or group is not family.shard_group)
+    return group is not None and (group.whole_sums or group is not family.shard_group)
 
 
 def sums_in_place(family: FlatFamily, reduce_dtype: torch.dtype) -> bool:

@@ -54,6 +54,13 @@ class Observer(Protocol):
         """Called on the issuing thread."""
 
 
+@dataclass
+class Meter:
+    """Host seconds spent waiting for a group's calls: what communication cost a rank beyond what it hid."""
+
+    waited_s: float = 0.0
+
+
 @dataclass(frozen=True)
 class Group:
     """A handle: who is in it, where this rank stands, and the object that carries the calls (`pg`)."""
@@ -64,7 +71,10 @@ class Group:
     pg: Any
     timeout_s: float
     backend: str = "gloo"
+    whole_sums: bool = False
+    """a sum of which each rank wants a slice is all-reduced as a whole: faster with gloo, same bits"""
     observers: tuple[Observer, ...] = field(default=(), compare=False)
+    meter: Meter = field(default_factory=Meter, compare=False)
 
     @property
     def size(self) -> int:
@@ -90,6 +100,7 @@ class Groups:
         timeout_s: bound of building and of every collective.
         interface: network interface for gloo; None lets it resolve the host's name.
         strict: refuse what oneCCL and xccl lack, on any backend.
+        whole_sums: see `Group`; None takes the faster way of the backend.
 
     Raises:
         CannotContinue: some ranks did not come within the bound; they are named.
@@ -107,10 +118,12 @@ class Groups:
         prefix: str = "",
         interface: str | None = None,
         strict: bool = False,
+        whole_sums: bool | None = None,
         observers: tuple[Observer, ...] = (),
     ) -> None:
         self.topology, self.rank, self.device, self.timeout_s = topology, rank, torch.device(device), timeout_s
         self._backend, self._strict, self._observers = backend, strict, observers
+        self._whole_sums = backend == "gloo" if whole_sums is None else whole_sums
         self._store = PrefixStore(prefix, store) if store is not None and prefix else store
         self._made: dict[tuple[str, tuple[int, ...]], Group] = {}
         self._transport: Any = None
@@ -207,7 +220,7 @@ class Groups:
             world = tuple(range(self.topology.world))
             store = PrefixStore("control", self._store)
             pg = make_gloo(store, self.rank, len(world), self._timeout, self._transport)
-            self.control = Group("control", world, self.rank, pg, self.timeout_s, "gloo", self._observers)
+            self.control = Group("control", world, self.rank, pg, self.timeout_s, observers=self._observers)
             for kind in _BUILT:
                 self._kinds[kind] = self._make(kind)
             self.channels = self._make_channels()
@@ -249,7 +262,9 @@ class Groups:
                 from mula_ray.parallel.strict import StrictGroup
 
                 pg = StrictGroup(pg, self._store, index, len(ranks), name)
-            self._made[key] = Group(kind, ranks, index, pg, self.timeout_s, self._backend, self._observers)
+            self._made[key] = Group(
+                kind, ranks, index, pg, self.timeout_s, self._backend, self._whole_sums, self._observers
+            )
         return self._made[key]
 
     def _missing(self) -> list[int]:

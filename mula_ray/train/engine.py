@@ -25,7 +25,7 @@ from mula_ray.parallel.apply import DTYPES, build_stages, initial_value, layout_
 from mula_ray.parallel.backend import synchronize
 from mula_ray.parallel.collectives import all_reduce
 from mula_ray.parallel.executor import Divisors, Executor, MicroBatch, SingleStage, Sums
-from mula_ray.parallel.groups import Groups
+from mula_ray.parallel.groups import Group, Groups
 from mula_ray.parallel.pipeline import make_executor
 from mula_ray.plan.pieces import Piece, StateReader
 from mula_ray.plan.topology import Topology
@@ -69,7 +69,7 @@ class StepResult:
     """empty, or which state or weights are not what they should be; then nothing was changed, on no rank"""
     experts: ExpertStats | None = None
     phases: dict[str, float] = field(default_factory=dict)
-    """seconds of forward_backward, reduce, agree, update"""
+    """seconds of forward_backward, reduce, agree, update; of the first, dispatch is waiting for the EP group's calls"""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Engine:
 
         `stop`: this rank's wish to stop; the result's `stop` is the same on all ranks.
         """
-        clock = _Clock(self._hooks, self.device, step)
+        clock = _Clock(self._hooks, self.device, step, self.groups.ep)
         expected = self.config.train.global_batch
         divisors = Divisors(float(expected), float(expected * self.config.data.context))
         sums = Sums(self.config.model, self.device)
@@ -130,6 +130,7 @@ class Engine:
             batches = self._executor.complete([batch.to(self.device) for batch in batches])
             self.optimizer.begin_step(len(batches))
             self._executor.run(batches, divisors, sums)
+        clock.note_dispatch()
         with clock.phase("reduce"):
             squared = self.optimizer.reduce()
         with clock.phase("agree"):
@@ -253,13 +254,19 @@ class _Phase:
 class _Clock:
     """Times the phases of one step and tells the hooks. Host time: no device synchronisation is added."""
 
-    def __init__(self, hooks: EngineHooks, device: torch.device, step: int) -> None:
-        self.hooks, self.device, self.step = hooks, device, step
+    def __init__(self, hooks: EngineHooks, device: torch.device, step: int, ep: Group | None) -> None:
+        self.hooks, self.device, self.step, self._ep = hooks, device, step, ep
+        self._waited = ep.meter.waited_s if ep is not None else 0.0
         self.seconds: dict[str, float] = {}
 
     def phase(self, name: str) -> _Phase:
         """Context of one phase."""
         return _Phase(self, name)
+
+    def note_dispatch(self) -> None:
+        """How long the forward and backward just done waited for tokens of other ranks."""
+        if self._ep is not None:
+            self.seconds["dispatch"] = self._ep.meter.waited_s - self._waited
 
     def done(self) -> None:
         """The step is over."""

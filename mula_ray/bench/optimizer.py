@@ -1,0 +1,143 @@
+"""`mula-ray bench optimizer`: EPSO against the classic scheme (`zero1`: state sharded over DP alone).
+
+Case `ep4-20b-local`: 4 ranks, EP 4, per-rank proportions of Mula-20B-A2B (dense : local experts = 0.47 : 1), 17 M local
+expert elements, fp32. `local` is norm, clip and update without traffic (bar 1.25x); `total` has reduction and gathering
+too; `sent` is counted from the calls themselves, in their ring form, with reduce-scatter as oneCCL has it.
+
+Correctness first: both give the same weights. Sides alternate; medians over the repeats; the slowest rank counts.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mula_ray.bench.comm import Row, row
+from mula_ray.bench.ranks import run_ranks
+from mula_ray.config.model import ModelConfig, MoEConfig
+from mula_ray.config.run import DataConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
+from mula_ray.optim.epso import Epso, epso_sharding
+from mula_ray.optim.zero1 import zero1_sharding
+from mula_ray.parallel.apply import build_stages, initial_value, layout_of
+from mula_ray.parallel.collectives import barrier
+from mula_ray.parallel.groups import Groups
+from mula_ray.parallel.observe import Traffic
+from mula_ray.plan.topology import Topology
+
+REPEATS = 9
+KINDS = {"epso": epso_sharding, "zero1": zero1_sharding}
+
+
+def run(cases: Sequence[str] | None = None) -> dict[str, Any]:
+    """The one case, `ep4-20b-local`."""
+    rows: list[Row] = []
+    if not cases or "ep4-20b-local" in cases:
+        ranks = run_ranks(_compare, 4, timeout=300.0)
+        rows = _rows("ep4-20b-local", ranks)
+    versions = {"torch": torch.__version__}
+    return {"bench": "optimizer", "device": "cpu", "threads": 1, "versions": versions, "rows": rows}
+
+
+def config() -> RunConfig:
+    """44 experts over 4 ranks: 17.3 M local expert elements and 8.1 M dense ones."""
+    model = ModelConfig(
+        vocab_size=3776, hidden=512, layers=4, heads=4, moe=MoEConfig(experts=44, top_k=4, expert_width=256)
+    )
+    return RunConfig(
+        model=model,
+        train=TrainConfig(steps=100, global_batch=4, dtype="fp32"),
+        data=DataConfig(context=128),
+        optim=OptimConfig(),
+        parallel=ParallelConfig(dp=1, ep=4),
+    )
+
+
+def _rows(case: str, ranks: list[dict[str, Any]]) -> list[Row]:
+    def median(kind: str, what: str) -> float:
+        repeats = zip(*(rank["seconds"][kind, what] for rank in ranks), strict=True)
+        return float(statistics.median(max(one) for one in repeats))
+
+    rows = []
+    for what in ("local", "total"):
+        ours, theirs = median("epso", what), median("zero1", what)
+        rows.append(row(case, what, ours * 1e3, "ms", "zero1", theirs / ours))
+    sent = {kind: max(rank["sent"][kind] for rank in ranks) for kind in KINDS}
+    rows.append(row(case, "sent", sent["epso"] / 2**20, "MiB", "zero1", sent["zero1"] / sent["epso"]))
+    state = {kind: max(rank["state"][kind] for rank in ranks) for kind in KINDS}
+    rows.append(row(case, "state", state["epso"] / 2**20, "MiB", "zero1", state["zero1"] / state["epso"]))
+    return rows
+
+
+def _compare(rank: int, _world: int, port: int) -> dict[str, Any]:
+    cfg, topology = config(), Topology(ep=4)
+    groups = Groups.connect(topology, rank, host="127.0.0.1", port=port, prefix="bench/run")
+    optimizers = {kind: _optimizer(kind, cfg, topology, rank, groups) for kind in KINDS}
+    seconds: dict[tuple[str, str], list[float]] = {(kind, what): [] for kind in KINDS for what in ("local", "total")}
+    for repeat in range(REPEATS + 1):
+        for kind, optimizer in optimizers.items():
+            local, total = _one_step(optimizer, repeat, rank, groups)
+            if repeat:
+                seconds[kind, "local"].append(local)
+                seconds[kind, "total"].append(total)
+    ours, theirs = (optimizers[kind].families for kind in KINDS)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(
+            mine.weights[: mine.plan.local_numel], other.weights[: other.plan.local_numel], rtol=1e-6, atol=1e-7
+        )
+    return {
+        "seconds": seconds,
+        "sent": {kind: _sent(kind, cfg, topology, rank, port) for kind in KINDS},
+        "state": {kind: sum(f.state_bytes() for f in optimizer.families) for kind, optimizer in optimizers.items()},
+    }
+
+
+def _optimizer(kind: str, cfg: RunConfig, topology: Topology, rank: int, groups: Groups) -> Epso:
+    stages = build_stages(cfg, topology, rank, groups, torch.device("cpu"), init=False)
+    layout = layout_of(cfg, topology, rank)
+    optimizer = Epso(stages, layout, topology, rank, groups, cfg.optim, sharding=KINDS[kind])
+    optimizer.initialise(lambda param: initial_value(param, cfg))
+    return optimizer
+
+
+def _one_step(optimizer: Epso, step: int, rank: int, groups: Groups) -> tuple[float, float]:
+    """(seconds of the local part, of everything)."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    optimizer.begin_step()
+    for family in optimizer.families:
+        family.grads.normal_(generator=generator)
+    barrier(groups.control)
+    start = time.perf_counter()
+    optimizer.reducer.finish()
+    barrier(groups.control)
+    reduced = time.perf_counter()
+    optimizer.squared_norm()
+    optimizer.update(step, 1e-4, 0.5, gather=False)
+    barrier(groups.control)
+    updated = time.perf_counter()
+    optimizer.load_done()  # the gathering alone: working weights from masters, then everybody's
+    barrier(groups.control)
+    return updated - reduced, time.perf_counter() - start
+
+
+def _sent(kind: str, cfg: RunConfig, topology: Topology, rank: int, port: int) -> int:
+    """Bytes that one step sends, with a reduce-scatter where the scheme asks for one."""
+    traffic = Traffic()
+    groups = Groups.connect(
+        topology, rank, host="127.0.0.1", port=port, prefix=f"bench/{kind}", whole_sums=False, observers=(traffic,)
+    )
+    optimizer = _optimizer(kind, cfg, topology, rank, groups)
+    optimizer.begin_step()
+    optimizer.reduce()
+    optimizer.update(0, 1e-4)
+    return traffic.total()
+
+
+if __name__ == "__main__":
+    for line in run()["rows"]:
+        print(line)
+    os._exit(0)
