@@ -20,7 +20,7 @@ from pathlib import Path
 
 import typer
 
-from mula_ray.cli import bench, launch, plan, report, status, submit, train
+from mula_ray.cli import bench, ckpt, data, launch, plan, report, status, submit, train
 from mula_ray.config.errors import MulaError, UserError
 
 INTERNAL, USAGE, INTERRUPTED = 1, UserError.exit_code, 130
@@ -36,6 +36,8 @@ app = typer.Typer(
 )
 app.command()(train.train)
 app.command()(plan.plan)
+app.add_typer(data.app, name="data")
+app.add_typer(ckpt.app, name="ckpt")
 app.command()(bench.bench)
 app.command()(status.status)
 app.command()(report.report)
