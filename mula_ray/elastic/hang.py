@@ -40,7 +40,8 @@ class Pulse:
     them. activity: of its least advanced rank; "start" until that rank has committed its first step of the generation.
     behind: its least advanced ranks, empty if all are equal. idle_s: for how long its ranks have been idle; 0 while
     they make marks. stopped: ranks the operating system reports as stopped. snapshot: last step whose snapshots of all
-    its ranks are written and acknowledged by the buddy; -1 none.
+    its ranks are written and acknowledged by the buddy; -1 none. work: (rank, seconds of its own work in this
+    generation, collectives of the step left out as far as they can be) of every rank; for `straggler.py`.
     """
 
     node: str
@@ -52,6 +53,7 @@ class Pulse:
     idle_s: float = 0.0
     stopped: tuple[int, ...] = ()
     snapshot: int = -1
+    work: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)

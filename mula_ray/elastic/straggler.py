@@ -1,7 +1,8 @@
 """Slow ranks: a rank whose own work takes much longer than its peers', for long. Pure.
 
-Times are *work*: seconds a step outside collectives, since inside them everybody waits for the slowest. Agents report
-one `Work` a node for a window of steps; O(nodes) a window.
+Times are *work*: seconds a step outside collectives, since inside them everybody waits for the slowest. Where a group
+waits inside its work (EP), the whole group looks slow, and the node is named all the same. Agents add their ranks' work
+to every pulse; `Windows` makes windows of it, O(1) a pulse and O(ranks) a window.
 """
 
 from __future__ import annotations
@@ -9,6 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median, median_low
+
+from mula_ray.elastic.hang import Pulse
+
+_WINDOW_STEPS = 20
+_WINDOW_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -63,3 +69,45 @@ class StragglerDetector:
             return None
         self._streak = (-1, 0)
         return SlowRank(worst.slowest, factor)
+
+
+class Windows:
+    """From pulses to windows of at least 20 steps and 5 s, judged by a `StragglerDetector`; one object for the run."""
+
+    def __init__(self, detector: StragglerDetector | None = None) -> None:
+        self._detector = detector or StragglerDetector()
+        self._generation = -1
+        self._last: dict[str, Pulse] = {}
+        self._base: dict[str, Pulse] = {}
+        self._since = 0.0
+
+    def begin(self, generation: int, now: float) -> None:
+        """Ranks of `generation` are being started."""
+        self._detector.begin()
+        self._generation, self._since = generation, now
+        self._last, self._base = {}, {}
+
+    def pulse(self, pulse: Pulse, now: float) -> SlowRank | None:
+        """Take one node's report; the slow rank, when a window is complete and one stands out."""
+        if pulse.generation != self._generation or not pulse.work or pulse.activity == "start":
+            return None
+        self._last[pulse.node] = pulse
+        base = self._base.setdefault(pulse.node, pulse)
+        if now - self._since < _WINDOW_S or pulse.step - base.step < _WINDOW_STEPS:
+            return None
+        reports = {node: work for node, last in self._last.items() if (work := _between(self._base[node], last))}
+        if len(reports) < len(self._last):
+            return None
+        self._base, self._since = dict(self._last), now
+        return self._detector.window(reports)
+
+
+def _between(first: Pulse, last: Pulse) -> Work | None:
+    """A node's work a step between two of its pulses; None when it made too few steps."""
+    steps = last.step - first.step
+    if steps < _WINDOW_STEPS // 2:
+        return None
+    before = dict(first.work)
+    took = {rank: (seconds - before.get(rank, 0.0)) / steps for rank, seconds in last.work}
+    slowest = max(took, key=lambda rank: took[rank])
+    return Work(slowest, took[slowest], median_low(took.values()))

@@ -17,7 +17,7 @@ PHASES = (
 _CODE = {name: code for code, name in enumerate(PHASES)}
 
 # words written by the rank
-GENERATION, STEP, PHASE, SINCE_NS, BEATS, SNAPSHOT, COMMITTED = range(7)
+GENERATION, STEP, PHASE, SINCE_NS, BEATS, SNAPSHOT, COMMITTED, WORK_NS = range(8)
 # words written by the agent
 STOP, SAVE, COPIED, INJECT = range(16, 20)
 STOP_NONE, STOP_MEMORY, STOP_DISK = range(3)
@@ -58,10 +58,13 @@ class Board:
     def enter(self, phase: str, step: int) -> None:
         """The rank enters a phase of making `step`."""
         words = self.words
+        now = time.monotonic_ns()
+        if words[PHASE] == _CODE["forward_backward"]:  # a rank's own work, as far as it does not wait in it
+            words[WORK_NS] = words[WORK_NS] + now - words[SINCE_NS]
         words[PHASE] = _CODE.get(phase, 0)
         if step >= 0:
             words[STEP] = step
-        words[SINCE_NS] = time.monotonic_ns()
+        words[SINCE_NS] = now
         words[BEATS] = words[BEATS] + 1
 
     def read(self, rank: int) -> Reading:

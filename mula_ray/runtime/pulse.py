@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mula_ray.elastic.hang import Activity, Pulse
-from mula_ray.runtime.board import Board, Reading
+from mula_ray.runtime.board import WORK_NS, Board, Reading
 from mula_ray.runtime.osproc import stat_fields
 
 _IDLE_SHARE = 0.1
@@ -57,7 +57,8 @@ class PulseTaker:
             self._ran_ns = None
         least = min(readings, key=lambda reading: (reading.committed, reading.beats))
         activity: Activity = "start" if committed <= self._base else _ACTIVITY.get(least.phase, "step")
-        return Pulse(self._node, self._generation, marks, committed, activity, behind, idle, stopped, snapshot)
+        work = tuple((rank, board.words[WORK_NS] / 1e9) for rank, (board, _) in self._ranks.items())
+        return Pulse(self._node, self._generation, marks, committed, activity, behind, idle, stopped, snapshot, work)
 
     def _idle(self) -> float:
         """Seconds for which the ranks' threads together neither ran nor were ready to run."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mula_ray.elastic.hang import Activity, HangDetector, Heartbeats, Pulse
 from mula_ray.elastic.interval import FailureRate, daly, overhead, save_every, snapshot_every
-from mula_ray.elastic.straggler import StragglerDetector, Work
+from mula_ray.elastic.straggler import SlowRank, StragglerDetector, Windows, Work
 
 
 class Run:
@@ -228,3 +228,30 @@ def test_failure_rate_learns() -> None:
     for _ in range(50):
         rate = rate.ran(600.0).failed()
     assert rate.mtbf_s == pytest.approx(600.0, rel=0.7)
+
+
+def windows(pace: dict[str, tuple[float, float]], seconds: float, step_s: float = 0.1) -> SlowRank | None:
+    """Two ranks a node that work pace[node] seconds a step; pulses every half second."""
+    seen = Windows()
+    seen.begin(1, 0.0)
+    for tick in range(int(seconds * 2)):
+        now = tick / 2
+        step = int(now / step_s)
+        for at, (node, paces) in enumerate(pace.items()):
+            work = tuple((2 * at + i, step * paces[i]) for i in range(2))
+            found = seen.pulse(Pulse(node, 1, 8 * step, step, work=work), now)
+            if found is not None:
+                return found
+    return None
+
+
+def test_windows_of_pulses_name_the_slow_rank_in_half_a_minute() -> None:
+    found = windows({"a": (0.05, 0.05), "b": (0.05, 0.15)}, 30.0)
+    assert found is not None
+    assert found.rank == 3
+    assert found.factor == pytest.approx(3.0)
+    assert windows({"a": (0.05, 0.05), "b": (0.05, 0.06)}, 60.0) is None
+    assert windows({"a": (0.05, 0.05), "b": (0.05, 0.15)}, 9.0) is None
+    whole_node = windows({"a": (0.05, 0.05), "b": (0.15, 0.15), "c": (0.05, 0.05)}, 30.0)
+    assert whole_node is not None
+    assert whole_node.rank in (2, 3)
