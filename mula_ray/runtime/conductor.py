@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from mula_ray.elastic import commands as cmd
@@ -19,6 +20,7 @@ from mula_ray.elastic.hang import HangDetector, Heartbeats
 from mula_ray.elastic.memory import usable_memory
 from mula_ray.elastic.policy import decide, notable
 from mula_ray.elastic.state import Phase, PolicyConfig, State, initial
+from mula_ray.elastic.straggler import Windows
 from mula_ray.runtime.board import STOP_DISK, STOP_MEMORY
 from mula_ray.runtime.generation import Generation, Trouble
 from mula_ray.runtime.inject import Fault
@@ -75,6 +77,7 @@ class Conductor:
         self._cursors: dict[str, int] = {}
         self._hang = HangDetector()
         self._hearts = Heartbeats()
+        self._windows = Windows()
         self._fence: int | None = None
         self._answers: dict[str, FenceAnswer] = {}
         self._asked: set[str] = set()
@@ -204,7 +207,7 @@ class Conductor:
     def _ask_fence(self, node: str) -> None:
         link = self.links.get(node)
         if link is not None:
-            link.call("fence", self._fence, then=lambda a, e, n=node, g=self._fence: self.post("fenced", n, g, a, e))
+            link.call("fence", self._fence, then=partial(self.post, "fenced", node, self._fence))
 
     def _fence_answer(self, node: str, generation: int, answer: FenceAnswer | None, error: BaseException | None) -> None:
         if generation != self._fence or node not in self._asked:
@@ -253,16 +256,24 @@ class Conductor:
         )
         self.generation = generation
         self._hang.begin(generation.number, self._clock())
+        self._windows.begin(generation.number, self._clock())
         for seat, link in generation.seats.items():
             link.call(
                 "start",
                 generation.spec(seat),
-                then=lambda a, e, n=link.node, g=generation.number: self.post("started", n, g, a, e),
+                then=partial(self.post, "started", link.node, generation.number),
             )
 
-    def _start_answer(self, node: str, generation: int, answer: float | None, error: BaseException | None) -> None:
-        if error is not None and self.generation is not None and generation == self.generation.number:
+    def _start_answer(self, node: str, number: int, _answer: float | None, error: BaseException | None) -> None:
+        generation = self.generation
+        if generation is None or number != generation.number:
+            return
+        if error is not None:
             self._doubted(node, error, ("poll", node))
+            return
+        generation.unstarted.discard(node)
+        if not generation.unstarted:
+            self._hang.begin(number, self._clock())
 
     # ---- nodes -----------------------------------------------------------------------------------------------------
 
@@ -296,7 +307,7 @@ class Conductor:
         link = self.links.get(node)
         if link is not None:
             wait = max(BEAT_S, 0.0004 * len(self.links))
-            link.call("poll", self._cursors[node], wait, then=lambda a, e, li=link: self.post("report", li, a, e))
+            link.call("poll", self._cursors[node], wait, then=partial(self.post, "report", link))
 
     def _report(self, link: Link, report: Report | None, error: BaseException | None) -> None:
         node = link.node
@@ -316,7 +327,9 @@ class Conductor:
             self._news(node, news.kind, news.generation, dict(news.body))
         generation = self.generation
         if report.pulse is not None:
-            self._hang.pulse(report.pulse, now)
+            # Until every seat has started its ranks, those that wait for the others are no hang.
+            if generation is not None and not generation.unstarted:
+                self._hang.pulse(report.pulse, now)
             if generation is not None and report.pulse.generation == generation.number and self._fence is None:
                 self._progress(generation, node, report)
 
@@ -328,10 +341,13 @@ class Conductor:
         if snapshot is not None:
             self.feed(ev.SnapshotPublished(generation.number, snapshot))
             self._dismiss_cordoned(generation)
+        slow = self._windows.pulse(report.pulse, self._clock())
+        if slow is not None:
+            self.feed(ev.Straggler(generation.number, slow.rank, slow.factor))
 
     def _dismiss_cordoned(self, generation: Generation) -> None:
         for node, since in list(self._dismiss.items()):
-            if since < generation.number and node not in {link.node for link in generation.seats.values()}:
+            if since <= generation.number and node not in {link.node for link in generation.seats.values()}:
                 self._dismiss[node] = 1 << 60
                 if node in self.links:
                     self._agent_lost(node, "cordoned; its snapshots are not needed any more")
@@ -386,9 +402,11 @@ class Conductor:
     def _maybe_ended(self) -> None:
         """All ranks left cleanly; the generation has ended once its saves are on disk."""
         generation = self.generation
-        if generation is None or generation.ended is None or (self.saves is not None and self.saves.busy):
+        if generation is None or generation.ended is None:
             return
         self._hang.end()
+        if self.saves is not None and self.saves.busy:
+            return
         step, asked = generation.ended
         save: Any = generation.stop_save if asked else "disk"
         saved = save == "memory" or generation.saved_step == step

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,12 @@ class _Job:
         rules = policy_config(config, must_resume=self._request.resume == "must")
         roster: Roster | None = None
         self._conductor = Conductor(
-            self._run, rules, self._started(), self._view, saves, lambda node, bar: roster.lost(node, bar) if roster else None
+            self._run,
+            rules,
+            self._started(),
+            self._view,
+            saves,
+            lambda node, bar: roster.lost(node, bar) if roster else None,
         )
         self._view.on_recovery = self._recovery_faults
         roster = Roster(
@@ -284,13 +290,13 @@ class _Job:
         links = list(self._conductor.links.values())
         waiting = {link.node for link in links}
 
-        def ended(node: str) -> None:
+        def ended(node: str, _answer: Any, _error: BaseException | None) -> None:
             waiting.discard(node)
             if not waiting:
                 done.set()
 
         for link in links:
-            link.call("end", then=lambda _a, _e, n=link.node: ended(n))
+            link.call("end", then=partial(ended, link.node))
         if links:
             done.wait(5.0)
         roster.release_all()

@@ -59,6 +59,7 @@ class Generation:
         placement = command.placement
         self.world = placement.world
         self.seats: dict[int, Link] = {s: links[n] for s, n in enumerate(placement.seats) if n in links}
+        self.unstarted = {link.node for link in self.seats.values()}
         first = stores.get(placement.seats[0])
         self._store = first or ("", 0)
         self._peers = {node: link.peer for node, link in links.items()}

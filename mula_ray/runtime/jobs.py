@@ -19,9 +19,9 @@ class StoreJob:
 
 def store(job: StoreJob, channel: socket.socket) -> int:
     """Listen on a free port, say which, and stay until the owner is gone."""
-    import torch.distributed as dist
+    from mula_ray.parallel.backend import TCPStore
 
-    server = dist.TCPStore(job.host, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    server = TCPStore(job.host, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     wire.send(channel, ("store", job.host, server.port))
     with contextlib.suppress(EOFError):
         wire.receive(channel)

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mula_ray.runtime import wire
 from mula_ray.runtime.osproc import adopt_orphans, descendants, kill_verified
@@ -96,7 +96,7 @@ class RayNodes:
                 self._head = inner
                 self.address = inner.gcs_address
                 up.set()
-                super().start_ray_processes()
+                super().start_ray_processes()  # type: ignore[no-untyped-call]
 
         Head(self._params("head", None, {}), head=True, shutdown_at_exit=False, spawn_reaper=True)
 
@@ -121,7 +121,7 @@ class RayNodes:
             labels={"mula": name},
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
-            include_log_monitor=False,
+            include_log_monitor=cast(Any, False),
             no_monitor=True,
             temp_dir=str(self._folder / "ray"),
             gcs_address=address,

@@ -60,7 +60,7 @@ class LocalCluster:
             with os.fdopen(handle, "w") as file:
                 file.write(secrets.token_hex(32))
             environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-            environment |= QUIET | HEALTH | auth_variables(str(folder / "token"))
+            environment |= {**QUIET, **HEALTH} | auth_variables(str(folder / "token"))
             command = [sys.executable, "-m", "mula_ray.runtime.keeper", str(folder), str(nodes), str(tiles), str(orphan_s)]
             log = (folder / "keeper.log").open("wb")
             process = subprocess.Popen(

@@ -14,6 +14,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from mula_ray.config.errors import MulaError
 from mula_ray.data.batches import Share
 from mula_ray.data.ring import RingSource
 from mula_ray.elastic.events import Tier
-from mula_ray.parallel.backend import choose_backend, choose_device
+from mula_ray.parallel.backend import TCPStore, choose_backend, choose_device
 from mula_ray.parallel.executor import MicroBatch
 from mula_ray.parallel.groups import Groups
 from mula_ray.runtime import wire
@@ -71,9 +72,9 @@ class RankControl:
         """Mark it; a step's agreement waits for the copy of the last snapshot."""
         if name == "data":
             self._step = step
-        self._board.enter(name, self._step)
-        if self.faults is not None:
+        if self.faults is not None:  # before the mark: a rank that does not get past it is seen to be behind
             self.faults.phase(name, self._step)
+        self._board.enter(name, self._step)
         if name == "agree" and self.snapshots is not None:
             self.snapshots.wait_copied()
 
@@ -117,7 +118,7 @@ def main(spec: RankSpec, _channel: socket.socket) -> int:
         reports.tell({"kind": "ended", "step": end.step, "asked": end.asked})
         code = 0
     except BaseException as error:
-        reports.tell(_explain(spec, error))
+        reports.tell(_explain(error))
         traceback.print_exc()
         code = 2
     os._exit(code)
@@ -197,7 +198,7 @@ def _restore(spec: RankSpec, engine: Engine) -> None:
             pieces += buffer.pieces(info)
         engine.load(SnapshotReader(pieces))
         return
-    folder = os.path.join(spec.run.run_dir, "checkpoints", restore.slot)
+    folder = Path(spec.run.run_dir) / "checkpoints" / restore.slot
     with CheckpointReader(folder) as reader:
         engine.load(reader)
 
@@ -212,12 +213,12 @@ class _Exchange:
         if self._spec.topology.world == 1:
             return [mine]
         host, port = self._spec.store
-        store = dist.TCPStore(host, port, None, False, timedelta(seconds=60), wait_for_workers=False)
-        store.set(f"{self._prefix}/exchange/{key}/{self._spec.rank}", mine)
-        return [store.get(f"{self._prefix}/exchange/{key}/{r}") for r in range(self._spec.topology.world)]
+        store = TCPStore(host, port, None, False, timedelta(seconds=60), wait_for_workers=False)
+        store.set(f"{self._prefix}/exchange/{key}/{self._spec.rank}", mine.hex())
+        return [bytes.fromhex(store.get(f"{self._prefix}/exchange/{key}/{r}").decode()) for r in range(self._spec.topology.world)]
 
 
-def _explain(spec: RankSpec, error: BaseException) -> dict[str, Any]:
+def _explain(error: BaseException) -> dict[str, Any]:
     """What the driver is told about an exception."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:500] if str(error) else type(error).__name__
     if isinstance(error, loop.StepFailed):
@@ -228,4 +229,4 @@ def _explain(spec: RankSpec, error: BaseException) -> dict[str, Any]:
         return {"kind": "fatal", "code": type(error).exit_code, "message": str(error)}
     peer = isinstance(error, dist.DistError | ConnectionError) or any(sign in str(error) for sign in _PEER_SIGNS)
     where = "".join(traceback.format_exception(error)[-3:])
-    return {"kind": "error", "peer": peer, "detail": text, "where": where if not peer else "", "rank": spec.rank}
+    return {"kind": "error", "peer": peer, "detail": text, "where": where if not peer else ""}

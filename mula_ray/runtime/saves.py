@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from mula_ray.checkpoint.failures import StoreFailure
@@ -149,7 +150,7 @@ class Saves:
         for seat, link in save.seats.items():
             link.call(
                 "write", str(pending.folder), save.step, save.generation, save.kind, save.fault,
-                then=lambda answer, error, seat=seat: answered(seat, answer, error),
+                then=partial(answered, seat),
             )  # fmt: skip
         if not all_in.wait(PARTS_BOUND_S):
             missing = ", ".join(link.node for seat, link in save.seats.items() if seat not in answers)

@@ -103,7 +103,7 @@ def tile_nodes() -> dict[str, tuple[int, str, str]]:
     import ray
 
     found = {}
-    for node in ray.nodes():
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
         tiles = int(node["Resources"].get("tile", 0))
         if node["Alive"] and tiles:
             found[node["NodeID"]] = (tiles, node["NodeManagerAddress"], node.get("Labels", {}).get("mula", ""))
@@ -114,4 +114,5 @@ def free_tiles() -> dict[str, int]:
     """Tiles that nobody has taken, by node id."""
     from ray._private.state import available_resources_per_node
 
-    return {node: int(have.get("tile", 0)) for node, have in available_resources_per_node().items()}
+    free = available_resources_per_node()  # type: ignore[no-untyped-call]
+    return {node: int(have.get("tile", 0)) for node, have in free.items()}
