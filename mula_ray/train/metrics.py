@@ -114,12 +114,14 @@ def counts_every(layers: int, experts: int, steps: int) -> int:
 
 
 class ExpertWindow:
-    """Sums expert counts between two full lines."""
+    """Sums expert counts between two full lines. Steps may be left out (`metrics.every`): a full line is due with the
+    first step at or after a multiple of `every`."""
 
     def __init__(self, every: int) -> None:
         self._every = every
         self._counts: NDArray[np.int64] | None = None
         self._steps = 0
+        self._last = -1
 
     def add(self, step: int, load: ExpertLoad) -> dict[str, Any]:
         """Fields of the line of `step`: statistics by layer, and when due the counts since the last full line."""
@@ -136,7 +138,9 @@ class ExpertWindow:
                 "dead": load.dead().tolist(),
             },
         }
-        if step % self._every == 0:
+        crossed = self._last >= 0 and step // self._every > self._last // self._every
+        self._last = step
+        if crossed or step % self._every == 0:
             fields["expert_counts"] = self._counts.tolist()
             fields["expert_counts_steps"] = self._steps
             self._counts, self._steps = None, 0

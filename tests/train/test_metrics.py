@@ -77,6 +77,13 @@ def test_expert_window_loses_no_token_between_full_lines() -> None:
     assert (got, steps) == (sent, 8)
 
 
+def test_full_lines_come_also_when_only_some_steps_are_written() -> None:
+    window = ExpertWindow(every=4)
+    load = ExpertLoad(np.ones((1, 2), dtype=np.int64), np.ones(1))
+    full = [step for step in range(3, 40, 3) if "expert_counts" in window.add(step, load)]
+    assert full == [6, 9, 12, 18, 21, 24, 30, 33, 36]
+
+
 def test_full_counts_are_rare_enough_for_the_largest_model() -> None:
     assert counts_every(4, 16, 300) == 1
     every = counts_every(64, 240, 636_000)
