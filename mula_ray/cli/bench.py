@@ -15,7 +15,7 @@ import typer
 from mula_ray.cli.options import Json
 from mula_ray.config.errors import UserError
 
-NAMES = ("moe", "step", "optimizer", "comm", "checkpoint", "recovery", "pipeline")
+NAMES = ("moe", "step", "optimizer", "comm", "checkpoint", "recovery", "pipeline", "quality")
 
 
 def bench(
