@@ -71,7 +71,9 @@ def read_status(folder: Path, now: float | None = None) -> Status:
     evals = [line for line in lines if "eval_loss" in line]
     last = steps[-1] if steps else {}
     start, placed = _last(events, "run_start"), _last(events, "generation_start")
-    saved, broken = _last(events, "checkpoint"), _last(events, "failure")
+    saved = _last(events, "checkpoint")
+    failures = [line for line in events if line.get("event") == "failure" and line.get("kind") != "deadline"]
+    broken = failures[-1] if failures else {}
     stamps = [stamp for line in (*events[-50:], *lines[-5:]) if (stamp := _time(line)) is not None]
     age = now - max(stamps) if stamps else None
     state, why, code = _state(folder, events, steps, age)
@@ -92,7 +94,7 @@ def read_status(folder: Path, now: float | None = None) -> Status:
         spares=placed.get("spares"),
         checkpoint_step=saved.get("step"),
         checkpoint_age_s=_age(saved, now),
-        failures=_count(events, "failure"),
+        failures=len(failures),
         recoveries=_count(events, "recovery"),
         last_failure=f"{broken.get('kind')}: {broken.get('reason')}" if broken else None,
         age_s=age,
@@ -165,6 +167,8 @@ def _state(folder: Path, events: list[Line], steps: list[Line], age: float | Non
 
 def _working(events: list[Line], steps: list[Line]) -> tuple[State, str]:
     last = next((line for line in reversed(events) if line.get("event") in ("failure", "recovery", "run_start")), {})
+    if last.get("event") == "failure" and last.get("kind") == "deadline":
+        return "training", f"stopping: {last.get('reason')}"
     if last.get("event") == "failure":
         return "recovering", f"{last.get('kind')}: {last.get('reason')}"
     since, newest = _time(_last(events, "run_start")), _time(steps[-1]) if steps else None

@@ -31,8 +31,8 @@ class Axis:
         if self.log and len(values) < 2:
             values = _round_ticks(self.low, self.high, wanted)
         marks = [value for value in values if self.low <= value <= self.high]
-        largest = 0.0 if self.log else max(map(abs, marks), default=0.0)
-        return [(float(self.at(np.array([value]))[0]), number(value, largest)) for value in marks]
+        texts = [number(value) for value in marks] if self.log else linear_texts(marks)
+        return [(float(self.at(np.array([value]))[0]), text) for value, text in zip(marks, texts, strict=True)]
 
 
 def _round_ticks(low: float, high: float, wanted: int) -> list[float]:
@@ -52,18 +52,33 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [factor * 10.0**power for power in range(first, last + 1, stride) for factor in steps]
 
 
-def number(value: float, largest: float = 0.0) -> str:
-    """A tick's text, in the unit of the `largest` tick beside it (0: its own)."""
-    size = max(abs(value), largest)
-    if value == 0 or abs(value) < 1e-9 * largest:
-        return "0"
+UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def number(value: float) -> str:
+    """One value in as few digits as it needs: 0.25, 12k, 2.5G, 1e-05."""
+    size = abs(value)
     if size >= 1e4:
-        for bound, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-            if size >= bound:
-                return f"{round(value / bound, 3):g}{unit}"
-    if abs(value) < 1e-3:
-        return f"{value:.2g}"
-    return f"{round(value, 6):g}"
+        unit, letter = next((unit, letter) for unit, letter in UNITS if size >= unit)
+        return f"{value / unit:.4g}{letter}"
+    return f"{value:.2g}" if 0 < size < 1e-3 else f"{value:.4g}"
+
+
+def linear_texts(marks: list[float]) -> list[str]:
+    """Texts of equally spaced ticks: one unit, and just the digits that tell neighbours apart."""
+    if len(marks) < 2:
+        return [number(mark) for mark in marks]
+    largest, step = max(map(abs, marks)), marks[1] - marks[0]
+    unit, letter = next(((u, name) for u, name in UNITS if largest >= max(u, 1e4)), (1.0, ""))
+    digits = max(0, math.ceil(-math.log10(step / unit) - 1e-9) + 1)
+    if digits > 6:
+        precise = max(1, math.ceil(math.log10(largest / step)) + 1)
+        return ["0" if abs(mark) < step / 2 else f"{mark:.{min(precise, 16)}g}" for mark in marks]
+    return [_strip(f"{mark / unit:.{digits}f}") + letter if abs(mark) > step / 2 else "0" for mark in marks]
+
+
+def _strip(text: str) -> str:
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def axis_for(values: list[Array], *, log: bool = False, zero: bool = False) -> Axis:

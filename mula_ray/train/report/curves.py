@@ -122,7 +122,7 @@ def _held_out(runs: Sequence[Named], first: float) -> list[Trace]:
 def _failures(runs: Sequence[Named]) -> list[float]:
     if len(runs) > 1:
         return []
-    return [float(line["step"]) for line in runs[0].run.of("failure") if isinstance(line.get("step"), int)]
+    return [float(line["step"]) for line in runs[0].run.failures if isinstance(line.get("step"), int)]
 
 
 def _range(spec: Curve, traces: Sequence[Trace]) -> tuple[Axis, int]:

@@ -81,7 +81,8 @@ def account(run: Run) -> Account:
     wall = sum(session.end - session.start for session in lived)
     step_s = float(np.nansum(run.series("step_s"))) * every
     parts["data wait"] = float(np.nansum(run.series("data_wait_s"))) * every
-    parts["checkpoint stall"] = sum(float(line.get("stall_s") or 0.0) for line in run.of("checkpoint"))
+    stalls = sum(float(line.get("stall_s") or 0.0) for line in run.of("checkpoint"))
+    parts["checkpoint stall"] = max(stalls, float(run.phase("checkpoint").sum()) * every)
     parts["training"] = max(0.0, step_s - parts["data wait"] - parts["checkpoint stall"])
     written = sum(float(line.get("step_s") or 0.0) for line in run.metrics.written) * every
     parts["replayed steps"] = max(0.0, written - step_s)

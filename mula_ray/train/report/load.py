@@ -61,6 +61,11 @@ class Run:
         """Events of one kind, in order."""
         return [line for line in self.events if line.get("event") == event]
 
+    @property
+    def failures(self) -> list[Line]:
+        """What broke; a stop on purpose (`deadline`: signal, walltime) is on file as well, but nothing broke."""
+        return [line for line in self.of("failure") if line.get("kind") != "deadline"]
+
     def get(self, path: str, default: Any = None) -> Any:
         """A configuration value by its dotted name."""
         node: Any = self.config

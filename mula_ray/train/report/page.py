@@ -145,7 +145,7 @@ def _reliability_figures(run: Run) -> list[tuple[str, str, str]]:
             )
         )
     seconds = [float(line.get("seconds") or 0.0) for line in run.of("recovery")]
-    failures = len(run.of("failure"))
+    failures = len(run.failures)
     remark = f"recovery p50 {percentile(seconds, 50):.2f} s, p99 {percentile(seconds, 99):.2f} s" if seconds else "none"
     out.append(("failures", str(failures), remark if failures else "nothing broke"))
     saves = run.of("checkpoint")

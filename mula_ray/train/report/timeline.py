@@ -38,10 +38,10 @@ def timeline(named: Named, runs: Sequence[Named]) -> Figure | None:
         f'<div class="lane"><b>{name}</b><div class="track">{marks}</div></div>' for name, marks in rows if marks
     )
     ticks = "".join(f'<span style="left:{100 * at:.2f}%">{text}</span>' for at, text in axis[0].ticks(6))
-    counts = {name: len(run.of(name)) for name in ("failure", "recovery", "checkpoint", "generation_start")}
+    counts = {name: len(run.of(name)) for name in ("recovery", "checkpoint", "generation_start")}
     summary = (
         f"{human_seconds(end - start)} of wall time in {len(lived)} session(s): "
-        f"{counts['generation_start']} generations, {counts['failure']} failures, "
+        f"{counts['generation_start']} generations, {len(run.failures)} failures, "
         f"{counts['recovery']} recoveries, {counts['checkpoint']} checkpoints."
     )
     return figure(
@@ -60,7 +60,11 @@ def _lane_legend(run: Run) -> str:
     names = {"hard": "fault", "hang": "fault k-hang", "straggler": "fault k-straggler", "numeric": "fault k-numeric"}
     names |= {"storage": "fault k-storage", "deadline": "fault k-deadline", "fatal": "fault k-fatal"}
     seen = {str(line.get("kind")) for line in run.of("failure")}
-    items = [(f"{name} failure", css) for name, css in names.items() if name in seen]
+    items = [
+        ("stop asked for" if name == "deadline" else f"{name} failure", css)
+        for name, css in names.items()
+        if name in seen
+    ]
     if any(str(line.get("slot", "")).startswith("full") for line in run.of("checkpoint")):
         items.append(("full checkpoint", "save"))
     if any(str(line.get("slot", "")).startswith("model") for line in run.of("checkpoint")):
