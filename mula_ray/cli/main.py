@@ -20,7 +20,7 @@ from pathlib import Path
 
 import typer
 
-from mula_ray.cli import bench, ckpt, data, launch, plan, report, status, submit, train
+from mula_ray.cli import bench, ckpt, data, doctor, launch, plan, report, status, submit, train
 from mula_ray.config.errors import MulaError, UserError
 
 INTERNAL, USAGE, INTERRUPTED = 1, UserError.exit_code, 130
@@ -41,6 +41,7 @@ app.add_typer(ckpt.app, name="ckpt")
 app.command()(bench.bench)
 app.command()(status.status)
 app.command()(report.report)
+app.command()(doctor.doctor)
 app.command()(submit.submit)
 app.command()(launch.launch)
 

@@ -47,6 +47,7 @@ def train(
         in_process=in_process,
     )
     _check(loaded.config, request)
+    _quick_doctor(loaded.config, request)
     ctx.obj.run_dir = request.run_dir
     if in_process:
         from mula_ray.runtime.inprocess import train as train_in_process
@@ -79,3 +80,18 @@ def _check(config: RunConfig, request: TrainRequest) -> None:
         raise UserError(
             f"--inject {request.inject[0]} would break things on a cluster that is not local; add --i-mean-it if you do"
         )
+
+
+def _quick_doctor(config: RunConfig, request: TrainRequest) -> None:
+    """The part of `mula-ray doctor` that takes milliseconds: errors end the run before it starts, warnings are said."""
+    from mula_ray.config.site import load_site
+    from mula_ray.launch.doctor.run import quick
+
+    kind = config.cluster.kind
+    findings = quick(config, load_site("local" if kind in ("local", "ray") else kind), request.run_dir)
+    for finding in findings:
+        if finding.level == "warning":
+            typer.echo(f"mula-ray: {finding.line()}", err=True)
+    errors = [finding.line() for finding in findings if finding.level == "error"]
+    if errors:
+        raise UserError("\n".join(errors))

@@ -363,7 +363,7 @@ def test_only_those_with_the_token_get_in(tmp_path: Path) -> None:
     wrong.write_text("0" * 64)
     jobs = f"http://127.0.0.1:{spec.ports['dashboard']}"
     submit = (
-        "import sys; from ray.job_submission import JobSubmissionClient as C; C(sys.argv[1]).submit_job(entrypoint=':')"  # noqa: E501
+        "import sys; from ray.job_submission import JobSubmissionClient as C; C(sys.argv[1]).submit_job(entrypoint=':')"
     )
     with Cluster(spec, site.launch) as cluster:
         assert cluster.wait(1) == []
