@@ -122,7 +122,8 @@ def entropy_map(named: Named, runs: Sequence[Named]) -> Figure | None:
         return None
     full = math.log(experts) if experts > 1 else float(np.nanmax(entropy))
     small = reduce_rows(entropy, COLUMNS).T / max(full, 1e-9)
-    scale = Scale(min(0.5, float(np.nanmin(small)) if np.isfinite(small).any() else 0.0), 1.0, falling=True)
+    least = float(np.nanmin(small)) if np.isfinite(small).any() else 0.0
+    scale = Scale(min(0.9, math.floor(10 * least) / 10), 1.0, falling=True)
     levels = scale.levels(small)
     x, span = step_axis(runs), (0.0, float(named.run.step[-1]))
     low = int(np.nanargmin(np.nanmean(small, axis=1)))

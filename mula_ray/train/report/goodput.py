@@ -49,7 +49,7 @@ class Account:
 
 def sessions(run: Run) -> list[Session]:
     """The drivers that worked on this run, one after the other."""
-    starts = [epoch(line) for line in run.of("run_start")]
+    starts = [epoch(line) - float(line.get("startup_s") or 0.0) for line in run.of("run_start")]
     stamps = np.array(sorted(t for line in (*run.events, *run.metrics.written) if not np.isnan(t := epoch(line))))
     if not len(stamps):
         return []

@@ -70,7 +70,7 @@ def _entries(figure: Figure) -> dict[str, Any]:
 
 def _training(named: Sequence[Named]) -> list[Figure | None]:
     return [
-        curves.curve("loss", named, marks=True, wide=True),
+        curves.curve("loss", named, marks=True),
         curves.curve("loss", named, late=True),
         curves.curve("norm", named),
         curves.curve("lr", named),
