@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mula_ray.config.site import ScaledVariables, SiteConfig
+from mula_ray.config.run import ClusterConfig
+from mula_ray.config.site import ScaledVariables, SiteConfig, load_site, parse_cores
 
 RankStart = Literal["ray", "mpi"]
 PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy")
@@ -69,10 +70,6 @@ def rank_block(
     variables = dict(spec.common)
     if start == "ray":
         variables |= spec.ranks_by_ray
-        if spec.local_rank:
-            variables[spec.local_rank] = str(local_rank)
-        if spec.local_size:
-            variables[spec.local_size] = str(local_size)
     else:
         variables |= spec.ranks_by_mpi
     variables |= _scaled(spec.ranks_scaled, nodes)
@@ -80,11 +77,31 @@ def rank_block(
         variables |= _scaled(spec.ranks_by_mpi_scaled, nodes)
     if workarounds:
         variables |= spec.hang_workarounds
-    if site.node.tile_mask:
-        variables[site.node.tile_mask] = str(local_rank)
+    variables |= tile_variables(site, local_rank, local_size if start == "ray" else None)
     if site.network.interface:
         variables["GLOO_SOCKET_IFNAME"] = site.network.interface
     return EnvBlock(variables, tuple(spec.unset))
+
+
+def tile_variables(site: SiteConfig, local_rank: int, local_size: int | None) -> dict[str, str]:
+    """What differs between the ranks of a node: the tile mask and, where no MPI tells, place and number of ranks."""
+    spec, variables = site.environment, {}
+    if site.node.tile_mask:
+        variables[site.node.tile_mask] = str(local_rank)
+    if local_size is not None and spec.local_rank:
+        variables[spec.local_rank] = str(local_rank)
+    if local_size is not None and spec.local_size:
+        variables[spec.local_size] = str(local_size)
+    return variables
+
+
+def tile_setup(cluster: ClusterConfig, tile: int) -> tuple[dict[str, str], frozenset[int]]:
+    """(variables, cores) of the rank on `tile` of a node that Ray starts; both empty where there is no site file."""
+    if cluster.kind in ("local", "ray"):
+        return {}, frozenset()
+    site = load_site(cluster.kind)
+    cores = parse_cores(site.node.cores[tile]) if tile < len(site.node.cores) else frozenset()
+    return tile_variables(site, tile, cluster.tiles_per_node), cores
 
 
 def _scaled(blocks: Iterable[ScaledVariables], nodes: int) -> dict[str, str]:

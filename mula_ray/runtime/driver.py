@@ -207,7 +207,8 @@ class _Job:
         if kind in ("local", "ray"):
             return threads
         site, nodes = load_site(kind), self._config.cluster.nodes
-        return {**threads, **rank_block(site, nodes, local_rank=0, local_size=self._config.cluster.tiles_per_node).set}
+        tiles, extra = self._config.cluster.tiles_per_node, self._config.cluster.hang_workarounds
+        return {**threads, **rank_block(site, nodes, local_rank=0, local_size=tiles, workarounds=extra).set}
 
     def _checkpoint_facts(self, step: int, generation: int) -> Any:
         placement = self._conductor.state.placement

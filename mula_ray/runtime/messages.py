@@ -65,6 +65,8 @@ class RankSpec:
     buddy: bool = False
     """whether the copy of a snapshot must be acknowledged before the next step commits"""
     interface: str | None = None
+    cores: frozenset[int] = frozenset()
+    """cores that the rank is bound to; empty: not bound"""
     ring: RingSpec | None = None
     cell: int = 0
 

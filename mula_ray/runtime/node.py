@@ -19,6 +19,7 @@ from mula_ray.checkpoint.failures import StoreFailure
 from mula_ray.checkpoint.store import part_name
 from mula_ray.checkpoint.writer import Source as WriteSource
 from mula_ray.checkpoint.writer import WriterProcess
+from mula_ray.config.environment import tile_setup
 from mula_ray.data.batches import Share
 from mula_ray.data.ring import RingSpec
 from mula_ray.elastic.placement import Shape
@@ -71,7 +72,10 @@ class NodeAgent:
         self._stores: list[Child] = []
         self._polled = time.monotonic()
         self._stream: NodeStream | None = None
-        self._tiles = Tiles(cluster.tiles_per_node, self._zygote.address, environment, cluster.rank_start)
+        self._interface = environment.get("GLOO_SOCKET_IFNAME")
+        setups = [tile_setup(cluster, tile) for tile in range(cluster.tiles_per_node)]
+        self._cores = [cores for _, cores in setups]
+        self._tiles = Tiles([environment | own for own, _ in setups], self._zygote.address, cluster.rank_start)
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     # ---- start ----------------------------------------------------------------------------------------------------
@@ -199,6 +203,8 @@ class NodeAgent:
             hub=self._hub.address,
             snapshot_every=seat.snapshot_every,
             buddy=seat.buddy is not None,
+            interface=self._interface,
+            cores=self._cores[tile],
             ring=ring,
             cell=tile,
         )
@@ -319,9 +325,9 @@ class NodeAgent:
             self._tell("worker-lost", seat.generation, tile=tile)
 
     def _on_message(self, generation: int, rank: int, tile: int, message: dict[str, Any]) -> None:
-        if generation <= self._fenced:
-            return
         kind = message.pop("kind")
+        if generation <= self._fenced and kind not in ("step", "eval"):  # what was committed stays a fact
+            return
         if kind == "snapshot":
             self._copy_to_buddy(generation, rank, tile, message["step"])
         elif kind == "save":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import socket
 import threading
 import time
@@ -126,6 +127,8 @@ def main(spec: RankSpec, _channel: socket.socket) -> int:
 
 def _run(spec: RankSpec, reports: Reports) -> loop.End:
     config, began = spec.run.config, time.monotonic()
+    if spec.cores & os.sched_getaffinity(0):
+        os.sched_setaffinity(0, spec.cores & os.sched_getaffinity(0))
     torch.set_num_threads(config.cluster.threads_per_rank)
     board = Board(spec.board)
     board.words[GENERATION] = spec.generation
@@ -151,10 +154,12 @@ def _run(spec: RankSpec, reports: Reports) -> loop.End:
     fresh = spec.restore.tier is Tier.FRESH
     engine = Engine(config, spec.topology, spec.rank, groups, device, control, init=fresh)
     built = time.monotonic()
-    if not fresh:
-        _restore(spec, engine)
+    records = [] if fresh else _restore(spec, engine)
     loaded = time.monotonic()
     snapshots = RankSnapshots(spec, engine, board, reports.tell, _Exchange(spec, prefix))
+    snapshots.records.extend(records)
+    for text in records:
+        reports.tell({"kind": "step", "record": pickle.loads(bytes.fromhex(text)), "again": True})
     control.faults = RankFaults(spec.run.faults, spec.rank, engine, reports.tell)
     control.snapshots = snapshots
     if spec.rebuild and spec.snapshot_every:
@@ -186,7 +191,9 @@ def _peak(spec: RankSpec, device: torch.device, reports: Reports) -> float:
     return measured
 
 
-def _restore(spec: RankSpec, engine: Engine) -> None:
+def _restore(spec: RankSpec, engine: Engine) -> list[str]:
+    """Load the state; returns the records that came with it (rank 0)."""
+    records: list[str] = []
     restore = spec.restore
     if restore.tier in (Tier.OWN, Tier.MEMORY):
         pieces: list[MemoryPiece] = []
@@ -196,11 +203,14 @@ def _restore(spec: RankSpec, engine: Engine) -> None:
             if info is None:
                 raise StoreFailure("snapshot", source.paths, f"rank {source.rank} of step {source.step} is gone")
             pieces += buffer.pieces(info)
+            if spec.rank == 0 and source.rank == 0:
+                records = list(buffer.meta(info).get("records", ()))
         engine.load(SnapshotReader(pieces))
-        return
+        return records
     folder = Path(spec.run.run_dir) / "checkpoints" / restore.slot
     with CheckpointReader(folder) as reader:
         engine.load(reader)
+    return records
 
 
 class _Exchange:

@@ -20,8 +20,10 @@ from mula_ray.runtime.worker import TileWorker
 class Tiles:
     """Workers are owned by the agent's process, so Ray ends them with it."""
 
-    def __init__(self, count: int, zygote: str, environment: dict[str, str], rank_start: str) -> None:
-        self._count, self._zygote, self._environment = count, zygote, environment
+    def __init__(self, environments: Sequence[dict[str, str]], zygote: str, rank_start: str) -> None:
+        """`environments`: of the rank process, one a tile."""
+        count = len(environments)
+        self._count, self._zygote, self._environments = count, zygote, environments
         self._preloaded = rank_start == "forkserver"
         self._workers: list[Any] = [None] * count
         self._pids: list[tuple[int, int]] = [(0, 0)] * count
@@ -43,7 +45,7 @@ class Tiles:
             for tile in missing:
                 # No restarts by Ray: the agent decides. Threads: a call must be answered while another one waits.
                 make = seam.actor(TileWorker, num_cpus=0, max_concurrency=4, scheduling_strategy=here, max_restarts=0)
-                self._workers[tile] = make.remote(tile, agent, self._zygote, self._environment, self._preloaded)
+                self._workers[tile] = make.remote(tile, agent, self._zygote, self._environments[tile], self._preloaded)
             hellos = ray.get([self._workers[tile].hello.remote() for tile in missing], timeout=120)
             if not self.boards:
                 self.boards = [None] * self._count  # type: ignore[list-item]
