@@ -71,7 +71,7 @@ class Case:
             ),
             data=DataConfig(context=CONTEXT),
             optim=OptimConfig(
-                warmup_steps=2, lr=1e-3, min_lr=1e-4, bucket_mb=self.bucket_mb, kind=self.kind,
+                warmup_steps=2, bucket_mb=self.bucket_mb, kind=self.kind,
                 reduce_dtype=self.reduce_dtype,
             ),
             parallel=ParallelConfig(
