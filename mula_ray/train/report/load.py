@@ -1,8 +1,7 @@
-"""A run folder as the report sees it: configuration, metrics, events, exit. Reads files only."""
+"""A run folder as the report sees it: configuration, metrics, events. Reads files only."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -28,7 +27,6 @@ class Run:
     config: dict[str, Any]
     metrics: RunMetrics
     events: list[Line]
-    exit: dict[str, Any] | None
 
     @cached_property
     def step(self) -> Array:
@@ -120,7 +118,6 @@ def load_run(folder: Path) -> Run:
         config=_yaml(folder / "config.yaml"),
         metrics=metrics,
         events=events.lines,
-        exit=_json(folder / "exit.json"),
     )
 
 
@@ -133,14 +130,6 @@ def _yaml(path: Path) -> dict[str, Any]:
         return {}
     inner = value.get("config")
     return inner if isinstance(inner, dict) and "model" not in value else value
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def unique_names(runs: list[Run]) -> list[str]:

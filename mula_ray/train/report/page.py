@@ -20,6 +20,7 @@ from mula_ray.train.report.downsample import POINTS
 from mula_ray.train.report.figure import Figure, Table
 from mula_ray.train.report.goodput import account, percentile, sessions
 from mula_ray.train.report.load import Run, load_run, median, unique_names
+from mula_ray.train.status import read_status
 
 CODES = {
     0: ("done", "good"),
@@ -106,11 +107,12 @@ def _reliability(named: Sequence[Named]) -> list[Figure | None]:
 
 def verdict(run: Run) -> tuple[str, str]:
     """What became of the run, and how good that is (good, warn, bad, live)."""
-    if run.exit is None:
-        return "no exit code on file: running, or its driver died", "live"
-    code = run.exit.get("code")
-    text, tone = CODES.get(code if isinstance(code, int) else 1, ("ended with an internal error", "bad"))
-    return f"{text} (exit {code})", tone
+    found = read_status(run.folder)
+    if found.exit_code is not None:
+        text, tone = CODES.get(found.exit_code, ("ended with an internal error", "bad"))
+        return f"{text} (exit {found.exit_code})", tone
+    tone = {"dead": "bad", "silent": "warn", "failed": "bad"}.get(found.state, "live")
+    return found.state + (f": {found.why}" if found.why else ""), tone
 
 
 def head_figures(run: Run) -> list[tuple[str, str, str]]:
