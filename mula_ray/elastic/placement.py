@@ -153,18 +153,22 @@ def place(shape: Shape, dp: int, previous: Sequence[str], keep: Collection[str],
     return Placement(shape, dp, tuple(seats))
 
 
-def exchange(placement: Placement, suspects: Collection[str], strikes: Mapping[str, int]) -> Placement:
-    """The same nodes with other seats: every suspect's seat goes to a node that is none, best to one without strikes.
+def exchange(
+    placement: Placement, suspects: Collection[str], ranks: Collection[int], strikes: Mapping[str, int]
+) -> Placement:
+    """The same nodes with other seats: suspects leave the seats of `ranks`, each to a replica of its own if possible.
 
-    Without suspects all move on by one. A single node stays.
+    They change with nodes without strikes first. Without suspects, or with too few others, all move on by one. A single
+    node stays.
     """
-    seats = list(placement.seats)
-    others = [i for i, node in enumerate(seats) if node not in suspects]
-    others.sort(key=lambda i: strikes.get(seats[i], 0))
-    seats_of_suspects = [i for i, node in enumerate(seats) if node in suspects]
-    if suspects and len(others) >= len(seats_of_suspects):
-        for mine, other in zip(seats_of_suspects, others, strict=False):
-            seats[mine], seats[other] = seats[other], seats[mine]
+    seats, shape = list(placement.seats), placement.shape
+    failing = {shape.seat_of(rank) for rank in ranks if rank < placement.world}
+    mine = [i for i, node in enumerate(seats) if node in suspects and (i in failing or not failing)]
+    others = [i for i, node in enumerate(seats) if node not in suspects and i not in failing]
+    others.sort(key=lambda i: (strikes.get(seats[i], 0), i % shape.seats_per_replica, i))
+    if suspects and len(others) >= len(mine):
+        for seat, other in zip(mine, others, strict=False):
+            seats[seat], seats[other] = seats[other], seats[seat]
     else:
         seats = seats[1:] + seats[:1]
     return replace(placement, seats=tuple(seats))

@@ -97,6 +97,12 @@ def _seat(state: State, dp: int) -> tuple[Placement, State]:
         return last, state
     taken = set(previous)
     free = [n for n in nodes if n not in taken and n not in avoid]
+    if state.trial is not None and avoid and state.strikes:
+        # Another suspect proves nothing: better change places with a node that works.
+        free = [n for n in free if not state.strikes.get(n)]
+        holes = wanted - sum(n in nodes and n not in avoid for n in previous[:wanted])
+        if len(free) < holes:
+            avoid, free = frozenset(), [n for n in nodes if n not in taken]
     if state.strikes:
         free.sort(key=lambda n: state.strikes.get(n, 0))
     keep = nodes.keys() - avoid if avoid else nodes
@@ -105,7 +111,7 @@ def _seat(state: State, dp: int) -> tuple[Placement, State]:
     if trial is None or state.placement is None:
         return placement, state
     if not _moved(trial, state.placement, placement):
-        placement = exchange(placement, trial.suspects, state.strikes)
+        placement = exchange(placement, trial.suspects, trial.ranks, state.strikes)
     return placement, but(state, trial=replace(trial, moved=_moved(trial, state.placement, placement)))
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from mula_ray.elastic import events as ev
 from mula_ray.elastic.commands import AskStop, Command, Cordon, Fence, RequestSave, Wait
-from mula_ray.elastic.judge import describe, judge, resolve
+from mula_ray.elastic.judge import describe, judge
+from mula_ray.elastic.numeric import resolve, strike
 from mula_ray.elastic.placement import Node
 from mula_ray.elastic.plan import finish, gather, launch, missing, needed, newest, restorable
 from mula_ray.elastic.state import Decision, Failure, Phase, State, Stop, but
@@ -295,8 +296,7 @@ def _straggler(state: State, event: ev.Straggler, now: float) -> Decision:
     better = [n for n in state.nodes if n not in seated and state.strikes.get(n, 0) <= state.strikes.get(node, 0)]
     if not better:
         return state, (), f"{slow}; no spare could take over"
-    strikes = {**state.strikes, node: state.strikes.get(node, 0) + 1}
-    state = but(state, strikes=strikes, avoid=frozenset({node}))
+    state = but(strike(state, frozenset({node}), 1), avoid=frozenset({node}))
     return _ask_stop(state, "memory", slow, now, f"{slow}: a spare takes over at a step boundary")
 
 

@@ -10,6 +10,7 @@ follows from the fleet and its seed; the policy's invariants are checked all alo
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -362,7 +363,7 @@ class _Simulation:
             return
         if after == 0.0:
             self._hit(kind)
-        step = self.at + 1
+        step = next(s for s in itertools.count(self.at + 1) if s not in self.start.skips)
         event: ev.Event
         match kind:
             case "numeric":

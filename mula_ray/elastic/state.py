@@ -113,15 +113,18 @@ class Failure:
 
 @dataclass(frozen=True)
 class Trial:
-    """A step that failed numerically is made again elsewhere, to tell hardware from data.
+    """A step that failed numerically is made again elsewhere, to tell hardware from data (`numeric.py`).
 
-    `moved`: the suspects' ranks now run on other hardware; `suspects` empty: nobody could be named.
+    ranks: which failed last. candidates: nodes that took part every time. suspects: those that are moved away from
+    `ranks`; empty: nobody could be named. struck: nodes that got a strike in it. moved: whether the suspects are off.
     """
 
     step: int
     kind: Literal["numeric", "damaged"]
-    suspects: frozenset[str]
     ranks: frozenset[int]
+    candidates: frozenset[str]
+    suspects: frozenset[str]
+    struck: frozenset[str] = frozenset()
     moved: bool = False
     attempts: int = 1
 

@@ -15,7 +15,7 @@ from mula_ray.elastic.placement import Shape
 from mula_ray.runtime.links import Link
 from mula_ray.runtime.messages import RunFacts, SeatSpec
 
-_OWN_DAMAGE = re.compile(r"optimizer state of rank (\d+) changed at rest")
+_OWN = re.compile(r"optimizer state of rank (\d+) changed at rest|seen first on rank (\d+)")
 
 
 @dataclass
@@ -29,8 +29,8 @@ class Trouble:
 
     def add(self, rank: int, detail: str) -> None:
         """What one rank says."""
-        found = _OWN_DAMAGE.search(detail)
-        if found and int(found[1]) == rank:
+        found = _OWN.search(detail)
+        if found and int(found[1] or found[2]) == rank:
             self.ranks.add(rank)
             self.detail = detail
 

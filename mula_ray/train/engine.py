@@ -64,7 +64,8 @@ class StepResult:
     finite: bool
     stop: bool
     cause: str = ""
-    """of a step that is not finite: what is not, and the first layer whose router is not"""
+    """of a step that is not finite: what is not, the first layer whose router is not; a rank whose own samples gave it
+    says so in its own result"""
     damage: str = ""
     """empty, or which state or weights are not what they should be; then nothing was changed, on no rank"""
     experts: ExpertStats | None = None
@@ -158,7 +159,7 @@ class Engine:
             tokens=verdict.tokens,
             finite=finite,
             stop=verdict.stop,
-            cause="" if finite else _cause(verdict, norm),
+            cause="" if finite else _cause(verdict, norm) + self._seen(sums),
             damage=damage,
             experts=verdict.experts,
             phases=dict(clock.seconds),
@@ -224,6 +225,10 @@ class Engine:
             words.append(f"optimizer state of {verdict.damaged_ranks} other ranks changed at rest")
         words += [f"replicas differ: {name}" for name in verdict.unequal]
         return verdict, "; ".join(words)
+
+    def _seen(self, sums: Sums) -> str:
+        """Whether this rank's own samples were not finite, before anything was reduced."""
+        return "" if bool(torch.isfinite(sums.scalars).all()) else f"; seen first on rank {self.rank}"
 
     def _checks(self, step: int) -> bool:
         every = self.config.elastic.check_state_every

@@ -520,3 +520,54 @@ def test_a_failure_that_goes_with_the_node_cordons_it_though_there_is_no_spare()
     assert w.starts[-1].placement.dp == 2
     w.run(1)
     assert w.running
+
+
+def pipeline(nodes: int, dp: int = 3, **rules: object) -> World:
+    """Replicas of two stages, a node each."""
+    made = World(PolicyConfig(Shape(ep=2, tp=1, pp=2, tiles_per_node=2), dp=dp, **rules))  # type: ignore[arg-type]
+    made.boot(nodes)
+    made.settle()
+    made.run(2)
+    return made
+
+
+def sick_step(w: World, sick: str) -> None:
+    """Step 3 fails on the last stage of the pipeline that `sick` is in, as long as it has a seat."""
+    assert w.alive is not None
+    place = w.alive.placement
+    if sick in place.seats:
+        replica = place.seats.index(sick) // 2
+        w.send(ev.NonFinite(w.state.generation, 3, (replica * 4 + 2,)))
+        w.settle()
+
+
+@pytest.mark.parametrize("sick", ["n0", "n1", "n3"])
+def test_the_bad_node_of_a_pipeline_is_found_though_its_last_stage_fails(sick: str) -> None:
+    w = pipeline(6, skip_bad_data=False)
+    for _ in range(4):
+        sick_step(w, sick)
+    w.run(2)
+    assert w.running, w.reasons[-4:]
+    assert w.cordoned == {sick}
+
+
+def test_with_spares_for_all_suspects_a_pipeline_moves_and_nobody_is_cordoned_unproved() -> None:
+    w = pipeline(8)
+    sick_step(w, "n0")
+    assert not {"n0", "n1"} & set(w.starts[-1].placement.seats)
+    w.run(2)
+    assert w.running
+    assert not w.cordoned
+    assert w.state.strikes == {"n0": 1, "n1": 1}
+
+
+def test_bad_data_in_a_pipeline_is_told_from_bad_nodes() -> None:
+    w = pipeline(6, skip_bad_data=True)
+    for _ in range(4):
+        if 3 not in w.starts[-1].skips:
+            w.send(ev.NonFinite(w.state.generation, 3, (2,)))
+            w.settle()
+    assert w.starts[-1].skips == (3,)
+    assert not w.cordoned
+    w.run(3)
+    assert w.running
