@@ -4,6 +4,9 @@ Case `ep4-20b-local`: 4 ranks, EP 4, per-rank proportions of Mula-20B-A2B (dense
 expert elements, fp32. `local` is norm, clip and update without traffic (bar 1.25x); `total` has reduction and gathering
 too; `sent` is counted from the calls themselves, in their ring form, with reduce-scatter as oneCCL has it.
 
+Case `overlap-2`: 2 ranks, dp 2, one thread each: how much of the reduction, from the first bucket's launch to the last
+one's end, lies inside backward (bar 50 %), and backward + reduction against the same with all reduced at the end.
+
 Correctness first: both give the same weights. Sides alternate; medians over the repeats; the slowest rank counts.
 """
 
@@ -34,11 +37,13 @@ KINDS = {"epso": epso_sharding, "zero1": zero1_sharding}
 
 
 def run(cases: Sequence[str] | None = None) -> dict[str, Any]:
-    """The one case, `ep4-20b-local`."""
+    """`ep4-20b-local` and `overlap-2`, or those of them in `cases`."""
     rows: list[Row] = []
     if not cases or "ep4-20b-local" in cases:
         ranks = run_ranks(_compare, 4, timeout=300.0)
-        rows = _rows("ep4-20b-local", ranks)
+        rows += _rows("ep4-20b-local", ranks)
+    if not cases or "overlap-2" in cases:
+        rows += _overlap_rows(run_ranks(_overlap, 2, timeout=300.0))
     versions = {"torch": torch.__version__}
     return {"bench": "optimizer", "device": "cpu", "threads": 1, "versions": versions, "rows": rows}
 
@@ -135,6 +140,57 @@ def _sent(kind: str, cfg: RunConfig, topology: Topology, rank: int, port: int) -
     optimizer.reduce()
     optimizer.update(0, 1e-4)
     return traffic.total()
+
+
+def _overlap_rows(ranks: list[dict[str, Any]]) -> list[Row]:
+    hidden = statistics.median(min(one) for one in zip(*(rank["hidden"] for rank in ranks), strict=True))
+    times = {
+        kind: statistics.median(max(one) for one in zip(*(rank[kind] for rank in ranks), strict=True))
+        for kind in ("overlapped", "at the end")
+    }
+    speedup = times["at the end"] / times["overlapped"]
+    return [
+        row("overlap-2", "inside_backward", hidden, ""),
+        row("overlap-2", "backward_and_reduction", times["overlapped"] * 1e3, "ms", "reduced at the end", speedup),
+    ]
+
+
+def _overlap(rank: int, _world: int, port: int) -> dict[str, list[float]]:
+    model = ModelConfig(
+        vocab_size=4096, hidden=512, layers=4, heads=4, moe=MoEConfig(experts=16, top_k=4, expert_width=256)
+    )
+    cfg = RunConfig(
+        model=model,
+        train=TrainConfig(steps=100, global_batch=8, micro_batch=4, dtype="fp32"),
+        data=DataConfig(context=256),
+        optim=OptimConfig(bucket_mb=4.0),
+        parallel=ParallelConfig(dp=2),
+    )
+    topology = Topology(dp=2)
+    groups = Groups.connect(topology, rank, host="127.0.0.1", port=port, prefix="bench/run")
+    tokens = torch.randint(0, 4096, (4, 257), generator=torch.Generator().manual_seed(rank))
+    found: dict[str, list[float]] = {"hidden": [], "overlapped": [], "at the end": []}
+    for kind in ("overlapped", "at the end"):
+        (stage,) = build_stages(cfg, topology, rank, groups, torch.device("cpu"), init=False)
+        optimizer = Epso(
+            [stage], layout_of(cfg, topology, rank), topology, rank, groups, cfg.optim,
+            overlap=kind == "overlapped", timed=True,
+        )  # fmt: skip
+        optimizer.initialise(lambda param: initial_value(param, cfg))
+        for _ in range(REPEATS):
+            optimizer.begin_step()
+            loss = stage.loss(stage(tokens[:, :-1]), tokens[:, 1:]) / tokens.numel()
+            barrier(groups.control)
+            start = time.perf_counter()
+            loss.backward()  # type: ignore[no-untyped-call]
+            backward_end = time.perf_counter()
+            optimizer.reducer.finish()
+            found[kind].append(time.perf_counter() - start)
+            if kind == "overlapped":
+                first = min(interval[0] for interval in optimizer.reducer.intervals)
+                last = max(interval[1] for interval in optimizer.reducer.intervals)
+                found["hidden"].append((min(last, backward_end) - first) / (last - first))
+    return found
 
 
 if __name__ == "__main__":

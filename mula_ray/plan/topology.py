@@ -10,11 +10,28 @@ MoE layer each takes 1/tp of the tokens.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 GroupKind = Literal["world", "ddp", "edp", "dp", "ep", "tp", "pp", "replica"]
 GROUP_KINDS: tuple[GroupKind, ...] = ("world", "ddp", "edp", "dp", "ep", "tp", "pp", "replica")
+_AXES = ("dp", "pp", "ep", "tp")
+_VARYING: Mapping[GroupKind, tuple[str, ...]] = MappingProxyType(
+    {
+        "world": _AXES,
+        "ddp": ("dp", "ep"),
+        "edp": ("dp", "tp"),
+        "dp": ("dp",),
+        "ep": ("ep",),
+        "tp": ("tp",),
+        "pp": ("pp",),
+        "replica": ("pp", "ep", "tp"),
+    }
+)
+"""Axes along which the members of a group differ."""
 
 
 @dataclass(frozen=True)
@@ -82,25 +99,14 @@ class Topology:
 
     def groups(self, kind: GroupKind) -> list[tuple[int, ...]]:
         """All groups of `kind`, each a tuple of ranks in group order; every rank is in exactly one."""
-        buckets: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world):
-            buckets.setdefault(self._group_key(kind, self.coords(rank)), []).append(rank)
-        return [tuple(members) for members in buckets.values()]
+        fixed = [range(1) if axis in _VARYING[kind] else range(getattr(self, axis)) for axis in _AXES]
+        firsts = sorted(self.rank(Coords(*at)) for at in itertools.product(*fixed))
+        return [self.group_of(kind, first) for first in firsts]
 
     def group_of(self, kind: GroupKind, rank: int) -> tuple[int, ...]:
-        """The group of `kind` that `rank` is in."""
-        key = self._group_key(kind, self.coords(rank))
-        return tuple(r for r in range(self.world) if self._group_key(kind, self.coords(r)) == key)
-
-    @staticmethod
-    def _group_key(kind: GroupKind, at: Coords) -> tuple[int, ...]:
-        return {
-            "world": (),
-            "ddp": (at.pp, at.tp),
-            "edp": (at.pp, at.ep),
-            "dp": (at.pp, at.ep, at.tp),
-            "ep": (at.dp, at.pp, at.tp),
-            "tp": (at.dp, at.pp, at.ep),
-            "pp": (at.dp, at.ep, at.tp),
-            "replica": (at.dp,),
-        }[kind]
+        """The group of `kind` that `rank` is in, ascending."""
+        at = self.coords(rank)
+        places = (
+            range(getattr(self, axis)) if axis in _VARYING[kind] else (getattr(at, axis),) for axis in _AXES
+        )
+        return tuple(self.rank(Coords(*place)) for place in itertools.product(*places))
