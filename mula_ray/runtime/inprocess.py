@@ -38,6 +38,7 @@ from mula_ray.runtime.outputs import Outputs
 from mula_ray.train import loop
 from mula_ray.train.engine import Engine
 from mula_ray.train.peak import measure_peak_tflops
+from mula_ray.train.profile import StepProfiler
 
 
 def train(request: TrainRequest) -> int:
@@ -77,12 +78,15 @@ class _Control:
     deadline: float | None = None
     why: str = ""
     faults: RankFaults | None = None
+    profiler: StepProfiler | None = None
     step: int = 0
     committed_step: int = 0
     pace: list[float] = field(default_factory=list)
 
     def phase(self, name: str, step: int) -> None:
-        """Fault rehearsal."""
+        """Fault rehearsal, profile."""
+        if self.profiler is not None:  # it counts from 0, as the engine that calls here does
+            self.profiler.phase(name, step)
         if name == "data":
             self.step = step
         if self.faults is not None:
@@ -135,6 +139,10 @@ class _Run:
                 reader.expect(config.model)
                 self._engine.load(reader)
         self._control.faults = RankFaults(faults, 0, self._engine, self._fault)
+        if request.profile is not None:
+            folder_of = request.run_dir / "profile"
+            self._control.profiler = StepProfiler(folder_of, 0, request.profile, self._device, self._generation)
+            self._control.profiler.attach(self._engine.stages)
         shapes = {spec.name: spec.shape for spec in param_specs(config.model)}
         self._saver = Saver(folder.manager, shapes, config.checkpoint.mode, keep_models=config.checkpoint.keep)
         self._saved = self._start if folder.found else -1
@@ -188,13 +196,15 @@ class _Run:
 
     def close(self) -> None:
         """Everything back."""
+        if self._control.profiler is not None:
+            self._control.profiler.close()
         self._saver.close()
         self._engine.close()
         self._out.close()
 
     # ---- Checkpoints and Reporter ----------------------------------------------------------------------------------
 
-    def after_step(self, step: int, *, last: bool, stop: bool) -> float:
+    def after_step(self, step: int, *, last: bool, stop: bool, record: Any = None) -> float:  # noqa: ARG002
         """See `Checkpoints`."""
         config, began = self._config.checkpoint, time.perf_counter()
         self._results()

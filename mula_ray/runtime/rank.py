@@ -40,6 +40,7 @@ from mula_ray.train import loop
 from mula_ray.train.engine import Engine
 from mula_ray.train.metrics import EvalRecord, StepRecord
 from mula_ray.train.peak import measure_peak_tflops
+from mula_ray.train.profile import StepProfiler
 
 GROUP_TIMEOUT_S = 600.0
 _PEER_SIGNS = ("closed by peer", "Connection reset", "Broken pipe", "Connection closed", "gloo", "Timed out waiting", "store")
@@ -67,10 +68,13 @@ class RankControl:
         self._words = board.words
         self.faults: RankFaults | None = None
         self.snapshots: RankSnapshots | None = None
+        self.profiler: StepProfiler | None = None
         self._step = start
 
     def phase(self, name: str, step: int) -> None:
         """Mark it; a step's agreement waits for the copy of the last snapshot."""
+        if self.profiler is not None:  # it counts from 0, as the engine that calls here does
+            self.profiler.phase(name, step)
         if name == "data":
             self._step = step
         if self.faults is not None:  # before the mark: a rank that does not get past it is seen to be behind
@@ -153,6 +157,10 @@ def _run(spec: RankSpec, reports: Reports) -> loop.End:
     board.enter("build", spec.restore.step)
     fresh = spec.restore.tier is Tier.FRESH
     engine = Engine(config, spec.topology, spec.rank, groups, device, control, init=fresh)
+    if spec.run.profile is not None:
+        folder = Path(spec.run.run_dir) / "profile"
+        control.profiler = StepProfiler(folder, spec.rank, spec.run.profile, device, spec.generation)
+        control.profiler.attach(engine.stages)
     built = time.monotonic()
     records = [] if fresh else _restore(spec, engine)
     loaded = time.monotonic()
@@ -176,6 +184,8 @@ def _run(spec: RankSpec, reports: Reports) -> loop.End:
         snapshots.after_step(spec.restore.step, last=True, stop=False)
     end = loop.run(engine, batches, snapshots, control, reporter, plan)
     snapshots.wait_copied()
+    if control.profiler is not None:
+        control.profiler.close()
     board.enter("end", end.step)
     return end
 

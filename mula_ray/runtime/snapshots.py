@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,11 @@ from mula_ray.plan.scatter import scatter
 from mula_ray.runtime.board import COPIED, SAVE, SNAPSHOT, STOP, STOP_DISK, Board
 from mula_ray.runtime.messages import RankSpec
 from mula_ray.train.engine import Engine
+from mula_ray.train.metrics import StepRecord
 
 COPY_BOUND_S = 30.0
+KEPT_RECORDS = 16
+"""Records of the last steps go with rank 0's snapshots: a committed step keeps its line although its agent died."""
 _SETTLE = 0.0002
 
 Tell = Callable[[dict[str, Any]], None]
@@ -40,6 +44,7 @@ class RankSnapshots:
         self._other = SnapshotBuffer(spec.model_memory)
         self._meta = {"rank": spec.rank, "dp": spec.topology.dp, "run": spec.run.run_id}
         self._last = -1
+        self.records: deque[str] = deque(maxlen=KEPT_RECORDS)
         self._shares: dict[str, list[Piece]] = {}
         layout = spec.topology
         self._replicated = layout.tp > 1 or (self._config.optim.kind == "zero1" and layout.ep > 1)
@@ -56,8 +61,10 @@ class RankSnapshots:
         while words[COPIED] < self._last and time.monotonic() < end:
             time.sleep(_SETTLE)
 
-    def after_step(self, step: int, *, last: bool, stop: bool) -> float:
+    def after_step(self, step: int, *, last: bool, stop: bool, record: StepRecord | None = None) -> float:
         """See `Checkpoints`."""
+        if record is not None and self._spec.rank == 0:
+            self.records.append(pickle.dumps(record).hex())
         began = time.perf_counter()
         words = self._board.words
         save = self._due(step, self._config.checkpoint.every) or last or (stop and words[STOP] == STOP_DISK)
@@ -84,7 +91,7 @@ class RankSnapshots:
 
     def _snapshot(self, step: int, pin: bool = False) -> None:
         self.wait_copied()
-        meta = {**self._meta, "step": step}
+        meta = {**self._meta, "step": step, "records": list(self.records)}
         self._own.write(step, self._spec.generation, self._engine.pieces(), meta, pin=pin, seal=True)
         self._last = step
         self._board.words[SNAPSHOT] = step

@@ -55,7 +55,7 @@ class View:
         self._reason = "the run starts"
         self._first = True
         self._stepped = -1
-        self.step = 0
+        self.step = folder.committed
         self.first_step_at: float | None = None
         self.on_recovery: Callable[[int], None] = lambda _: None
 
@@ -120,6 +120,11 @@ class View:
         """See `Watcher`."""
         if kind == "step":
             record = body["record"]
+            if body.get("again"):
+                if record.step > self.step:
+                    self.step = record.step
+                    self._out.step(record)
+                return
             self.step = record.step
             self._out.step(record)
             if self.first_step_at is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -53,10 +53,11 @@ class Batches(Protocol):
 class Checkpoints(Protocol):
     """What happens to the state between two steps."""
 
-    def after_step(self, step: int, *, last: bool, stop: bool) -> float:
+    def after_step(self, step: int, *, last: bool, stop: bool, record: StepRecord | None = None) -> float:
         """`step` is committed: snapshot and save as due. Returns seconds for which training stood still.
 
-        `last`: the run ends here; `stop`: it was agreed to end here."""
+        `last`: the run ends here; `stop`: it was agreed to end here. `record`: of the step, to be kept with its state
+        (its times still lack what this call takes)."""
         ...
 
 
@@ -147,10 +148,12 @@ def run(
             raise StepFailed("loss" if "loss" in result.cause else "gradient", step, result.cause)
         control.committed(step)
         last = step == steps
-        stall = checkpoints.after_step(step, last=last, stop=result.stop and not last)
-        seconds = time.perf_counter() - began
+        record = None
         if step % plan.config.metrics.every == 0 or last or result.stop:
-            reporter.step(_record(plan, step, result, seconds, waited, stall, experts))
+            record = _record(plan, step, result, time.perf_counter() - began, waited, experts)
+        stall = checkpoints.after_step(step, last=last, stop=result.stop and not last, record=record)
+        if record is not None:
+            reporter.step(_stalled(record, plan, stall))
         if last or _eval_due(plan.config, step):
             _evaluate(engine, batches, control, reporter, plan, step)
         if result.stop and not last:
@@ -195,13 +198,11 @@ def _expert_window(config: RunConfig) -> ExpertWindow | None:
 
 
 def _record(
-    plan: Plan, step: int, result: StepResult, seconds: float, waited: float, stall: float, window: ExpertWindow | None
+    plan: Plan, step: int, result: StepResult, seconds: float, waited: float, window: ExpertWindow | None
 ) -> StepRecord:
     rate = result.tokens / seconds
     config = plan.config
     phases = {"data": waited, **result.phases}
-    if stall:
-        phases["checkpoint"] = stall
     return StepRecord(
         step=step,
         generation=plan.generation,
@@ -217,6 +218,21 @@ def _record(
         data_wait_s=waited,
         phases=phases,
         experts=window.add(step, _load(result.experts)) if window is not None and result.experts is not None else {},
+    )
+
+
+def _stalled(record: StepRecord, plan: Plan, stall: float) -> StepRecord:
+    """The record with the time that snapshot and save took."""
+    if not stall:
+        return record
+    seconds = record.step_s + stall
+    rate = record.tokens / seconds
+    return replace(
+        record,
+        step_s=seconds,
+        tokens_per_s=rate,
+        mfu=mfu(plan.config.model, plan.config.data.context, rate, plan.world, plan.peak_tflops),
+        phases={**record.phases, "checkpoint": stall},
     )
 
 
