@@ -23,6 +23,9 @@ class FileSystem(Protocol):
     def write(self, handle: int, data: memoryview | bytes) -> None:
         """Append all of `data`."""
 
+    def flush(self, handle: int) -> None:
+        """Get what was written so far on its way to the device, while more is written. A hint, but errors count."""
+
     def sync(self, handle: int) -> None:
         """Make the contents durable."""
 
@@ -73,6 +76,10 @@ class RealFileSystem:
         rest = memoryview(data).cast("B")
         while rest.nbytes:
             rest = rest[os.write(handle, rest) :]
+
+    def flush(self, handle: int) -> None:
+        """fdatasync: the error of a failed write-out is reported once, here or by fsync, so it must be raised."""
+        os.fdatasync(handle)
 
     def sync(self, handle: int) -> None:
         """fsync."""

@@ -7,7 +7,7 @@ import math
 import threading
 import zlib
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,7 @@ class CheckpointReader(ReshardingReader[DiskPiece]):
                 self._handles[name] = self.fs.open(self.path / name)
             return self._handles[name]
 
-    def _copy(self, source: DiskPiece, common: list[Overlap], piece: Piece, target: Array) -> None:
+    def _copy(self, source: DiskPiece, common: list[Overlap], piece: Piece, target: Array) -> list[Future[None]]:
         per_block = BLOCK_BYTES // ELEMENT[source.piece.dtype].itemsize
         wanted = sorted(
             {
@@ -172,14 +172,10 @@ class CheckpointReader(ReshardingReader[DiskPiece]):
         )
         run = common[0].run() if len(common) == 1 else None
         length = common[0].numel
-        jobs = [
+        return [
             self._pool.submit(self._read_block, source, block, piece, target, (*run, length) if run else None)
             for block in wanted
         ]
-        errors = [job.exception() for job in jobs]
-        for error in errors:
-            if error is not None:
-                raise error
 
     def _read_block(
         self, source: DiskPiece, block: int, piece: Piece, target: Array, run: tuple[int, int, int] | None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -11,6 +13,8 @@ from mula_ray.checkpoint.buffers import ELEMENT, host_array, is_device_tensor
 from mula_ray.checkpoint.failures import Damage, DamagedCheckpoint
 from mula_ray.plan.overlap import Array, Overlap, copy_overlap, overlaps
 from mula_ray.plan.pieces import Piece
+
+_IN_FLIGHT = 64
 
 
 class HasPiece(Protocol):
@@ -60,27 +64,40 @@ class ReshardingReader(Generic[SourceT]):
             KeyError: nothing of that tensor and kind is stored.
             DamagedCheckpoint: elements are missing, stored twice, or fail their checksum; `out` is then undefined.
         """
+        _wait(self._start(piece, out))
+
+    def read_many(self, items: Iterable[tuple[Piece, Any]]) -> None:
+        """As `read_into` for every item, with reading, checking and copying of the next ones going on meanwhile."""
+        running: deque[Future[None]] = deque()
+        for piece, out in items:
+            running.extend(self._start(piece, out))
+            if len(running) > 2 * _IN_FLIGHT:
+                _wait(running.popleft() for _ in range(_IN_FLIGHT))
+        _wait(running)
+
+    def _start(self, piece: Piece, out: Any) -> list[Future[None]]:
+        """Begin filling `out`; the jobs that are still to end."""
         if piece.numel == 0:
-            return
+            return []
         if is_device_tensor(out):
             host = np.empty(piece.nbytes, np.uint8)
             self.read_into(piece, host)
             import torch
 
             out.copy_(torch.from_numpy(host).view(out.dtype))
-            return
+            return []
         target = host_array(out, piece)
         sources = self.sources(piece.name, piece.kind)
         if not sources and self.optimizer_lost and piece.kind in ("exp_avg", "exp_avg_sq"):
             target[...] = 0
-            return
+            return []
         if not sources and self.optimizer_lost and piece.kind == "master":
             sources = self.sources(piece.name, "weight")
         if not sources:
             raise KeyError(f"{self.where} has no {piece.kind} of {piece.name}")
-        self._fill(piece, target, sources)
+        return self._fill(piece, target, sources)
 
-    def _fill(self, piece: Piece, target: Array, sources: Sequence[SourceT]) -> None:
+    def _fill(self, piece: Piece, target: Array, sources: Sequence[SourceT]) -> list[Future[None]]:
         found, jobs = 0, []
         for source in sources:
             if source.piece.global_shape != piece.global_shape:
@@ -100,12 +117,19 @@ class ReshardingReader(Generic[SourceT]):
             what = "missing" if found < piece.numel else "stored twice"
             detail = f"{abs(piece.numel - found)} of {piece.numel} elements of {piece.kind} are {what}"
             raise DamagedCheckpoint(self.where, [Damage("coverage", self.where, piece.name, detail)])
-        for source, common in jobs:
-            self._copy(source, common, piece, target)
+        return [job for source, common in jobs for job in self._copy(source, common, piece, target)]
 
-    def _copy(self, source: SourceT, common: list[Overlap], piece: Piece, target: Array) -> None:
-        """Bring the common elements of `source` into the flat elements `target` of `piece`, verified."""
+    def _copy(self, source: SourceT, common: list[Overlap], piece: Piece, target: Array) -> list[Future[None]]:
+        """Bring the common elements of `source` into the flat elements `target` of `piece`, verified; jobs to end."""
         raise NotImplementedError
+
+
+def _wait(jobs: Iterable[Future[None]]) -> None:
+    """Wait for all (their targets must not be left behind half-written), then raise the first error."""
+    errors = [job.exception() for job in jobs]
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def copy_converted(overlap: Overlap, source: Array, source_dtype: str, target: Array, target_dtype: str) -> None:

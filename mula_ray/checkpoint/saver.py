@@ -20,7 +20,7 @@ from mula_ray.checkpoint.manager import CheckpointManager, Pending
 from mula_ray.checkpoint.snapshot import SlotInfo, SnapshotBuffer, SnapshotMemory
 from mula_ray.checkpoint.store import part_name, write_part
 from mula_ray.checkpoint.writer import Source, WriterProcess
-from mula_ray.plan.format import CheckpointKind, Facts
+from mula_ray.plan.format import CheckpointKind, Facts, FileEntry
 from mula_ray.plan.pieces import Piece
 
 Items = Sequence[tuple[Piece, Any]]
@@ -83,23 +83,24 @@ class Saver:
         began = time.monotonic()
         self._join()
         seconds = {"wait": time.monotonic() - began}
-        pending: Pending | None = None
+        if self.mode == "sync":
+            self._finish(facts, kind, held, None, seconds)
+            return
         try:
-            pending = self.manager.begin(facts.step, kind)
-            if self.mode == "sync":
-                self._finish(pending, facts, held, None, seconds)
-                return
             began = time.monotonic()
-            info = self._snapshot(facts, held)
+            info = self._open().write(facts.step, facts.generation, held, pin=True)
             seconds["snapshot"] = time.monotonic() - began
         except StoreFailure as failure:
-            if pending is not None:
-                pending.abandon()
             self._report(SaveResult(facts.step, kind, failure=failure, seconds=seconds))
             return
-        args = (pending, facts, held, info, seconds)
+        args = (facts, kind, held, info, seconds)
         self._thread = threading.Thread(target=self._finish, args=args, name="ckpt-save")
         self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._thread is not None and self._thread.is_alive()
 
     def results(self) -> list[SaveResult]:
         """What ended since the last call."""
@@ -133,41 +134,39 @@ class Saver:
             self._buffer = SnapshotBuffer(self._memory.paths)
         return self._buffer
 
-    def _snapshot(self, facts: Facts, held: Items) -> SlotInfo:
-        return self._open().write(facts.step, facts.generation, held, pin=True)
-
     def _finish(
-        self, pending: Pending, facts: Facts, held: Items, info: SlotInfo | None, seconds: dict[str, float]
+        self, facts: Facts, kind: CheckpointKind, held: Items, info: SlotInfo | None, seconds: dict[str, float]
     ) -> None:
-        """Write, commit, verify, settle; never raises a storage failure."""
+        """Begin, write, commit, verify, settle; never raises a storage failure."""
         nbytes = sum(piece.nbytes for piece, _ in held)
+        pending: Pending | None = None
         try:
             began = time.monotonic()
-            entries = [self._write(pending, held, info)]
-            pending.commit(facts, entries, self.shapes)
+            pending = self.manager.begin(facts.step, kind)
+            entry = self._write(pending, held, info)
+            pending.commit(facts, [entry], self.shapes)
             seconds["write"] = time.monotonic() - began
         except StoreFailure as failure:
-            pending.abandon()
-            self._report(SaveResult(facts.step, pending.kind, nbytes, failure=failure, seconds=seconds))
+            if pending is not None:
+                pending.abandon()
+            self._report(SaveResult(facts.step, kind, nbytes, failure=failure, seconds=seconds))
             return
         finally:
             if info is not None and self._buffer is not None:
                 self._buffer.unpin(info)
         try:
             began = time.monotonic()
-            damages: list[Damage] = []
-            if info is not None:
-                damages = self._writer.verify(pending.folder, entries[0], self.timeout_s)
-            damages = pending.settle(verified=info is not None and not damages)
+            read_back = info is not None and not self._writer.verify(pending.folder, entry, self.timeout_s)
+            damages = pending.settle(verified=read_back)
             seconds["verify"] = time.monotonic() - began
             path = None if damages else self.manager.root / pending.target
-            if pending.kind == "model":
+            if kind == "model":
                 self.manager.retain_models(self.keep_models)
-            self._report(SaveResult(facts.step, pending.kind, nbytes, path, None, tuple(damages), seconds))
+            self._report(SaveResult(facts.step, kind, nbytes, path, None, tuple(damages), seconds))
         except StoreFailure as failure:
-            self._report(SaveResult(facts.step, pending.kind, nbytes, failure=failure, seconds=seconds))
+            self._report(SaveResult(facts.step, kind, nbytes, failure=failure, seconds=seconds))
 
-    def _write(self, pending: Pending, held: Items, info: SlotInfo | None) -> Any:
+    def _write(self, pending: Pending, held: Items, info: SlotInfo | None) -> FileEntry:
         if info is None:
             return write_part(pending.folder, part_name(0), held, self.manager.fs, self.who)
         assert self._buffer is not None

@@ -19,6 +19,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -318,7 +319,7 @@ class SnapshotReader(ReshardingReader[MemoryPiece]):
         super().__init__("memory snapshot", sources, copies=True)
         self._checked: set[int] = set()
 
-    def _copy(self, source: MemoryPiece, common: list[Overlap], piece: Piece, target: Array) -> None:
+    def _copy(self, source: MemoryPiece, common: list[Overlap], piece: Piece, target: Array) -> list[Future[None]]:
         if id(source) not in self._checked:
             damages = source.damages()
             if damages:
@@ -327,6 +328,7 @@ class SnapshotReader(ReshardingReader[MemoryPiece]):
         elements = np.frombuffer(source.data, ELEMENT[source.piece.dtype])
         for overlap in common:
             copy_converted(overlap, elements, source.piece.dtype, target, piece.dtype)
+        return []
 
 
 def _copy_bytes(out: memoryview, buffer: Any, piece: Piece) -> None:

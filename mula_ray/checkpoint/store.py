@@ -28,6 +28,7 @@ from mula_ray.plan.format import (
 )
 from mula_ray.plan.pieces import Piece
 
+_FLUSH_BYTES = 16 << 20
 _SMALL = 1 << 16  # below this a checksum is cheaper than handing it to the other thread
 
 
@@ -60,8 +61,6 @@ def write_part(
         try:
             try:
                 entry = _write_body(fs, handle, name, ordered)
-                fs.sync(handle)
-                fs.forget(handle)
             finally:
                 fs.close(handle)
             fs.rename(temp, final)
@@ -74,18 +73,29 @@ def write_part(
 
 
 def _write_body(fs: FileSystem, handle: int, name: str, items: Sequence[tuple[Piece, Any]]) -> FileEntry:
+    """Write and sync; the checksums and the way to the device run in threads beside the writing."""
     header = safetensors_header([piece for piece, _ in items])
     fs.write(handle, header)
     pending: list[tuple[Piece, list[int | Future[int]]]] = []
-    with ThreadPoolExecutor(1, "crc") as pool:
+    with ThreadPoolExecutor(1, "ckpt-crc") as summer, ThreadPoolExecutor(1, "ckpt-flush") as flusher:
+        flushing: Future[None] | None = None
+        since = 0
         for piece, buffer in items:
             data = host_bytes(buffer, piece.nbytes)
             sums: list[int | Future[int]] = []
             for at in range(0, piece.nbytes, BLOCK_BYTES):
                 block = data[at : at + BLOCK_BYTES]
-                sums.append(zlib.crc32(block) if block.nbytes < _SMALL else pool.submit(zlib.crc32, block))
+                sums.append(zlib.crc32(block) if block.nbytes < _SMALL else summer.submit(zlib.crc32, block))
                 fs.write(handle, block)
+                since += block.nbytes
+                if since >= _FLUSH_BYTES and (flushing is None or flushing.done()):
+                    if flushing is not None:
+                        flushing.result()
+                    flushing, since = flusher.submit(fs.flush, handle), 0
             pending.append((piece, sums))
+        if flushing is not None:
+            flushing.result()
+        fs.sync(handle)
     return _entry(
         name, header, [(p, tuple(s if isinstance(s, int) else s.result() for s in sums)) for p, sums in pending]
     )

@@ -107,6 +107,9 @@ class SimulatedFileSystem:
         with self._changing("write", self._handles[handle][1]):
             self._handles[handle][0].now += bytes(data)
 
+    def flush(self, handle: int) -> None:
+        pass
+
     def sync(self, handle: int) -> None:
         with self._changing("sync", self._handles[handle][1]):
             node = self._handles[handle][0]

@@ -139,7 +139,7 @@ def one(disk: SimulatedFileSystem, seed: int) -> None:
 
 
 def test_no_silent_load(disk: SimulatedFileSystem) -> None:
-    for seed in range(120):
+    for seed in range(60):
         one(disk, seed)
 
 
