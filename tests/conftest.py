@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+# Triton decides at its first import whether kernels run in its interpreter; other libraries may import it first.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from mula_ray.config.errors import UserError
 from mula_ray.ops.blocked import Blocked, blocked_ffn
 from mula_ray.ops.eager import eager_ffn
+from mula_ray.ops.rows import Rows, rows_ffn
 from mula_ray.ops.runtime import Runtime
 from mula_ray.ops.sink import ImmediateSink, WeightGradSink
 
@@ -76,6 +77,10 @@ def expert_ffn(
     if name in ("cpu", "cpu_kernel") and hidden_TH.device.type == "cpu":
         how = Blocked(runtime.passes(name), sink, runtime.workspace, keep_rows)
         return blocked_ffn(hidden_TH, weights_Tk, ids_Tk, gate_up, down, how)
+    if name in ("grouped", "triton"):
+        if name == "grouped":
+            _check_alignment(hidden_TH, down, where)
+        return rows_ffn(hidden_TH, weights_Tk, ids_Tk, gate_up, down, Rows(runtime.row_ops(name), sink, keep_rows))
     raise UserError(
         f"{where}: expert backend {backend!r} cannot run on {hidden_TH.device.type}; set model.moe.backend to auto"
     )
@@ -118,3 +123,12 @@ def _check(hidden: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: 
     for holds, message in tests:
         if not holds:
             raise UserError(f"{where}: {message}")
+
+
+def _check_alignment(hidden: Tensor, down: Tensor, where: str) -> None:
+    bad = [size for size in down.shape[1:] if size * hidden.element_size() % 16]
+    if bad:
+        raise UserError(
+            f"{where}: rows of {bad[0]} elements are no multiples of 16 bytes, which torch's grouped GEMM needs; "
+            "set model.moe.backend to triton or reference"
+        )

@@ -13,8 +13,8 @@ from mula_ray.config.errors import UserError
 from mula_ray.ops.experts import expert_ffn
 from mula_ray.ops.runtime import Runtime
 
-BACKENDS = ["classic", "reference", "cpu", "cpu_kernel"]
-FAST = ["cpu", "cpu_kernel"]
+BACKENDS = ["classic", "reference", "cpu", "cpu_kernel", "grouped"]
+FAST = ["cpu", "cpu_kernel", "grouped"]
 FP32, BF16 = 1e-5, 2e-2
 
 
@@ -115,9 +115,8 @@ def test_bf16(backend: str, runtime: Runtime) -> None:
 def test_random_routings(backend: str, runtime: Runtime, data: st.DataObject) -> None:
     tokens, experts = data.draw(st.integers(1, 33)), data.draw(st.integers(1, 13))
     top_k = data.draw(st.integers(1, experts))
-    case = make_case(
-        tokens, 16, data.draw(st.sampled_from([1, 7, 8, 24])), experts, top_k, data.draw(st.integers(0, 99))
-    )
+    width = data.draw(st.sampled_from([8, 24] if backend == "grouped" else [1, 7, 8, 24]))
+    case = make_case(tokens, 16, width, experts, top_k, data.draw(st.integers(0, 99)))
     slot = st.integers(-2, experts + 1)
     case.ids = torch.tensor(data.draw(st.lists(slot, min_size=tokens * top_k, max_size=tokens * top_k)))
     case.ids = case.ids.view(tokens, top_k)
@@ -201,5 +200,10 @@ def test_bad_input_names_layer_and_rank(change: dict[str, torch.Tensor], said: s
 
 def test_backend_that_cannot_run_here() -> None:
     case = make_case(8, 16, 8, 4, 2)
-    with pytest.raises(UserError, match="set model.moe.backend"):
+    with pytest.raises(UserError, match="cannot run on cpu"):
         run(case, "no-such-backend")
+
+
+def test_grouped_refuses_rows_that_torch_cannot_take() -> None:
+    with pytest.raises(UserError, match="multiples of 16 bytes"):
+        run(make_case(8, 16, 7, 4, 2), "grouped")
