@@ -14,8 +14,8 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,7 +103,8 @@ class StepProfiler:
                 if isinstance(module, MoE):
                     self._wrap(module)
         self._profiler = torch.profiler.profile(activities=_activities(self._device))
-        self._profiler.__enter__()
+        with _quiet():
+            self._profiler.__enter__()
 
     def _wrap(self, layer: MoE) -> None:
         inner = layer.dispatcher
@@ -132,7 +133,8 @@ class StepProfiler:
     def _end(self) -> None:
         self._border(None)
         profiler, self._profiler = self._profiler, None
-        profiler.__exit__(None, None, None)
+        with _quiet():
+            profiler.__exit__(None, None, None)
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -162,6 +164,19 @@ class StepProfiler:
             self._end()
         if self._writer is not None:
             self._writer.join(60)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The profiler's library announces its start and stop on descriptor 2: nothing for a person's screen."""
+    kept, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(sink)
 
 
 def _activities(device: torch.device) -> list[torch.profiler.ProfilerActivity]:
