@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,20 +45,25 @@ def is_device_tensor(buffer: Any) -> bool:
 
 
 def select(items: Iterable[tuple[Piece, Any]], wanted: Iterable[Piece]) -> list[tuple[Piece, Any]]:
-    """Views of `items` (pieces and flat tensors) for each piece of `wanted`, a part of one of them.
+    """Views of `items` (pieces and flat tensors) that make up the pieces of `wanted`, in as many parts as held.
 
     Raises:
-        KeyError: a wanted piece is not part of any item.
+        KeyError: a wanted piece is not all in the items.
     """
     held: dict[tuple[str, str, tuple[int, ...], tuple[int, ...]], list[tuple[Piece, Any]]] = {}
     for piece, buffer in items:
         held.setdefault((piece.name, piece.kind, piece.offset, piece.shape), []).append((piece, buffer))
     chosen = []
     for piece in wanted:
-        for whole, buffer in held.get((piece.name, piece.kind, piece.offset, piece.shape), ()):
-            if whole.start <= piece.start and piece.stop <= whole.stop:
-                chosen.append((piece, buffer[piece.start - whole.start : piece.stop - whole.start]))
-                break
-        else:
+        at = piece.start
+        for whole, buffer in sorted(
+            held.get((piece.name, piece.kind, piece.offset, piece.shape), ()), key=lambda item: item[0].start
+        ):
+            if whole.start <= at < min(whole.stop, piece.stop):
+                stop = min(whole.stop, piece.stop)
+                part = dataclasses.replace(piece, start=at, stop=stop)
+                chosen.append((part, buffer[at - whole.start : stop - whole.start]))
+                at = stop
+        if at < piece.stop:
             raise KeyError(f"this rank does not hold {piece}")
     return chosen

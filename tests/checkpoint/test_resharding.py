@@ -218,3 +218,15 @@ def test_model_only_state_as_full_state_only_on_request(tmp_path: Path) -> None:
         assert torch.equal(out, tensor[5:].float())
         reader.read_into(dataclasses.replace(master, kind="exp_avg"), out)
         assert not out.any()
+
+
+def test_select_gathers_a_planned_piece_from_the_parts_that_are_held() -> None:
+    """A rank may hold neighbours in two buffers (buckets); the plan merges them."""
+    piece = Piece("w", "master", "fp32", (20,), (0,), (20,), 0, 20)
+    parts = [dataclasses.replace(piece, start=a, stop=b) for a, b in ((12, 20), (0, 5), (5, 12))]
+    items = [(part, values(part)) for part in parts]
+    chosen = select(items, [dataclasses.replace(piece, start=3, stop=15)])
+    assert [(p.start, p.stop) for p, _ in chosen] == [(3, 5), (5, 12), (12, 15)]
+    assert all(np.array_equal(array, values(p)) for p, array in chosen)
+    with pytest.raises(KeyError, match="does not hold"):
+        select(items[:2], [piece])
