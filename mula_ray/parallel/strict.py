@@ -21,6 +21,7 @@ from mula_ray.parallel.backend import Store
 KNOWN_DTYPES = frozenset(
     {torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64}
 )
+_OTHER_OPS = ("AVG", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 _KNOWN_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
 
 
@@ -106,7 +107,8 @@ class StrictGroup:
     def _check_op(self, kind: str, opts: Any) -> None:
         op = None if opts is None else opts.reduceOp
         if op is not None and all(op != known for known in _KNOWN_OPS):
-            self._refuse(f"{kind} with {op}", "sum, then divide")
+            name = next((n for n in _OTHER_OPS if op == getattr(dist.ReduceOp, n)), "this reduction")
+            self._refuse(f"{kind} with {name}", "sum, then divide")
 
     def _refuse(self, what: str, fix: str) -> NoReturn:
         raise NotInOneCCL(f"group {self._where}: oneCCL and xccl have no {what}; {fix}")
