@@ -138,8 +138,10 @@ class HangDetector:
         """(idle gap, any gap) that is too long now, seconds."""
         kind = self._activity
         cold = _COLD_S[kind]
-        idle = self._idle.get(kind, Gaps()).deadline(_IDLE_FLOOR_S, 4.0, cold)
-        return self._patience * idle, self._patience * self._any.get(kind, Gaps()).deadline(_ANY_FLOOR_S, 6.0, cold)
+        idle, gaps = self._idle.get(kind, Gaps()), self._any.get(kind, Gaps())
+        # A rank that sleeps for as long as it works is slow, not stuck: the usual gap counts here too.
+        idle_s = max(idle.deadline(_IDLE_FLOOR_S, 4.0, cold), 3.0 * gaps.longest)
+        return self._patience * idle_s, self._patience * gaps.deadline(_ANY_FLOOR_S, 6.0, cold)
 
     def check(self, now: float) -> Hang | None:
         """The hang, once a generation; None when there is none (yet)."""
