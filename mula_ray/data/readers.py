@@ -6,12 +6,13 @@ items: the shuffle is keyed by it, so any number of workers gives the same bytes
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
@@ -24,6 +25,7 @@ from mula_ray.data.inputs import PART_BYTES, PART_TOKENS, BrokenInput, Span, ope
 
 MAX_LINE_BYTES = 256 << 20
 _BUFFER = 1 << 20
+_SMALL = 1 << 16
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -97,13 +99,44 @@ def read_documents(span: Span, rules: ReadRules, report: ReadReport) -> Iterator
         raise BrokenInput(f"cannot be read to its end: {error}") from error
 
 
-def _open(span: Span) -> BinaryIO:
-    if span.file.packing == "gz":
-        return cast("BinaryIO", io.BufferedReader(gzip.open(span.file.path), _BUFFER))
-    if span.file.packing == "zst":
-        native = pa.CompressedInputStream(pa.OSFile(span.file.path), "zstd")
-        return cast("BinaryIO", io.BufferedReader(native, _BUFFER))
-    return open(span.file.path, "rb", buffering=_BUFFER)
+class _Unpacked(io.RawIOBase):
+    """A packed file that ends where it breaks: what comes before is handed out first, then the error raised."""
+
+    def __init__(self, read: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._read = read
+        self.failure: Exception | None = None
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Some bytes; none at the end or at a break."""
+        try:
+            found = self._read(min(len(buffer), _SMALL))
+        except (EOFError, OSError, zlib.error, pa.ArrowInvalid) as error:
+            self.failure = error
+            return 0
+        buffer[: len(found)] = found
+        return len(found)
+
+
+@contextlib.contextmanager
+def _open(span: Span) -> Iterator[BinaryIO]:
+    """The bytes of a file, unpacked. A break in it raises when the reader has come to its end."""
+    if not span.file.packing:
+        with open(span.file.path, "rb", buffering=_BUFFER) as file:
+            yield file
+        return
+    with contextlib.ExitStack() as stack:
+        if span.file.packing == "gz":
+            raw = _Unpacked(stack.enter_context(gzip.open(span.file.path)).read1)
+        else:
+            raw = _Unpacked(stack.enter_context(pa.CompressedInputStream(pa.OSFile(span.file.path), "zstd")).read)
+        yield cast("BinaryIO", io.BufferedReader(raw, _BUFFER))
+        if raw.failure is not None:
+            raise raw.failure
 
 
 def _decode(raw: bytes, where: str, report: ReadReport) -> str:
@@ -139,10 +172,9 @@ def _text_parts(span: Span, report: ReadReport) -> Iterator[Document]:
             else:
                 report.odd("empty_documents", span.file.name)
             if ends:
-                return
+                break
             window = window[PART_BYTES:] + file.read(PART_BYTES)
             base += PART_BYTES
-    return
 
 
 def _boundary(window: bytes, at: int, reach: int) -> int:
@@ -192,7 +224,7 @@ def _lines(span: Span, report: ReadReport) -> Iterator[tuple[int, bytes]]:
         while stop is None or offset < stop:
             line = file.readline(MAX_LINE_BYTES)
             if not line:
-                return
+                break
             here, offset = offset, offset + len(line)
             if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
                 offset += _skip_line(file)

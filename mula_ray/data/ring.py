@@ -17,6 +17,7 @@ generation; cells of other generations are ignored by the writer, so a zombie ca
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
@@ -105,7 +106,8 @@ class _Ring:
 
     def _close(self) -> None:
         self._words = np.zeros(0, dtype=np.int64)
-        self._memory.close()
+        with contextlib.suppress(BufferError):  # somebody still looks at a slot: it goes with them
+            self._memory.close()
 
 
 def _words(view: memoryview | bytes, count: int, at: int = 0) -> I64:

@@ -1,0 +1,184 @@
+"""The figures of docs/verified.d/data.md. Run alone on a quiet machine; nothing is asserted.
+
+    python tests/data/measure_data.py windows
+    python tests/data/measure_data.py throughput --mb 150 --tokenizer tokenizer.json [--engine ray]
+    python tests/data/measure_data.py memory --mb 5000 --tokenizer tokenizer.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from mula_ray.data.corpus import ensure_stdlib, source_files
+from mula_ray.data.inputs import InputRules, Source
+from mula_ray.data.job import PrepareSettings, plan_job
+from mula_ray.data.prepare import run_here, run_job
+from mula_ray.data.shards import TokenSet
+from mula_ray.data.tokenizer import load_tokenizer
+
+
+def make_jsonl(path: Path, megabytes: int) -> None:
+    """Documents of about 2 KB cut from the standard library's sources, in changing order, until there are enough."""
+    import sysconfig
+
+    text = "".join(f.read_text(errors="replace") for f in source_files(Path(sysconfig.get_paths()["stdlib"])))
+    rng, left = random.Random(0), megabytes * 1_000_000
+    with path.open("w") as file:
+        while left > 0:
+            begin = rng.randrange(len(text) - 4000)
+            line = json.dumps({"text": text[begin : begin + rng.randint(200, 4000)]}) + "\n"
+            left -= file.write(line)
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def windows() -> None:
+    """Random windows from shards against numpy memmap of the same tokens in one flat file."""
+    tokens = TokenSet.open(ensure_stdlib())
+    with tempfile.TemporaryDirectory() as folder:
+        flat = Path(folder) / "flat.bin"
+        np.concatenate([shard.values for _, shard in tokens.shards()]).tofile(flat)
+        plain = np.memmap(flat, dtype=np.uint16, mode="r")
+        for context in (128, 512, 2048):
+            rng = np.random.default_rng(0)
+            orders = [rng.integers(0, tokens.count(context), 64) for _ in range(200)]
+
+            def ours(orders: list[np.ndarray] = orders, context: int = context) -> None:
+                for order in orders:
+                    tokens.windows(order, context)
+
+            def memmap(orders: list[np.ndarray] = orders, context: int = context) -> None:
+                for order in orders:
+                    np.stack([plain[i * context : i * context + context + 1].astype(np.int32) for i in order])
+
+            pairs = [(timed(memmap), timed(ours)) for _ in range(9)]
+            ratios = sorted(theirs / mine for theirs, mine in pairs)
+            mine = sorted(mine for _, mine in pairs)[4]
+            print(f"context {context}: {len(orders) * 64 / mine:,.0f} windows/s, {ratios[4]:.2f} x memmap")
+
+
+def throughput(megabytes: int, tokenizer: Path, engine: str) -> None:
+    """`data prepare` of one JSONL file against the bare tokenizers library on the same file, all cores, in turns."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_jsonl(folder / "in.jsonl", megabytes)
+        loaded = load_tokenizer(tokenizer)
+
+        def bare() -> None:
+            with (folder / "in.jsonl").open() as file:
+                batch: list[str] = []
+                for line in file:
+                    batch.append(json.loads(line)["text"])
+                    if len(batch) == 1000:
+                        loaded.encode_batch_fast(batch)
+                        batch.clear()
+                loaded.encode_batch_fast(batch)
+
+        def ours() -> None:
+            prepare(folder / "in.jsonl", folder / "out", tokenizer, engine)
+
+        for _ in range(2):
+            a, b = timed(bare), timed(ours)
+            rates = f"bare {megabytes / a:.2f} MB/s, prepare ({engine}) {megabytes / b:.2f} MB/s"
+            print(f"{rates}: {a / b:.2f} x", flush=True)
+
+
+def prepare(source: Path, out: Path, tokenizer: Path, engine: str) -> None:
+    """One preparation from nothing."""
+    shutil.rmtree(out, ignore_errors=True)
+    settings = PrepareSettings(
+        sources=(Source(str(source)),), tokenizer=str(tokenizer), rules=InputRules(held_out=0.01)
+    )
+    with plan_job(out, settings) as job:
+        if engine == "local":
+            run_job(job, run_here)
+            return
+        from mula_ray.runtime.prepare import RayWorkers
+
+        with RayWorkers.local(os.cpu_count() or 1) as spread:
+            begin = time.perf_counter()
+            run_job(job, spread)
+            print(f"  (without starting and ending Ray: {time.perf_counter() - begin:.1f} s)")
+
+
+def resident(pid: int) -> int:
+    """Proportional resident bytes of a process and its children: shared pages counted once."""
+    total = 0
+    for entry in (pid, *children(pid)):
+        try:
+            with open(f"/proc/{entry}/smaps_rollup") as file:
+                total += sum(int(line.split()[1]) << 10 for line in file if line.startswith("Pss_Anon:"))
+        except OSError:
+            continue
+    return total
+
+
+def children(pid: int) -> list[int]:
+    """All descendants."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            direct = [int(word) for word in file.read().split()]
+    except OSError:
+        return []
+    return direct + [below for child in direct for below in children(child)]
+
+
+def memory(megabytes: int, tokenizer: Path) -> None:
+    """Largest anonymous memory while a file is prepared in this process (mapped files are the page cache's)."""
+    folder = Path(tempfile.mkdtemp(dir="."))
+    try:
+        make_jsonl(folder / "in.jsonl", megabytes)
+        base, peak, done = resident(os.getpid()), [0], threading.Event()
+
+        def watch() -> None:
+            while not done.wait(0.25):
+                peak[0] = max(peak[0], resident(os.getpid()))
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        seconds = timed(lambda: prepare(folder / "in.jsonl", folder / "out", tokenizer, "local"))
+        done.set()
+        thread.join()
+        above = (peak[0] - base) / 1e6
+        print(f"{megabytes} MB in {seconds:.0f} s: {above:.0f} MB above the start's {base / 1e6:.0f} MB")
+    finally:
+        shutil.rmtree(folder)
+
+
+def main() -> None:
+    """Parse and run."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["windows", "throughput", "memory"])
+    parser.add_argument("--mb", type=int, default=150)
+    parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--engine", default="local")
+    options = parser.parse_args()
+    if options.what == "windows":
+        windows()
+        return
+    tokenizer = options.tokenizer or ensure_stdlib() / "tokenizer.json"
+    if options.what == "throughput":
+        throughput(options.mb, tokenizer, options.engine)
+    else:
+        memory(options.mb, tokenizer)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
