@@ -34,7 +34,7 @@ from mula_ray.train.metrics import EvalRecord, StepRecord
 from mula_ray.train.sinks import EventLog, JsonlSink
 
 MODELS = ("mula-tiny", "mula-tiny-dense")
-STEPS = {"short": 150, "long": 1200}
+STEPS = {"short": 150, "long": 600}
 SEEDS = 3
 FOLDER = Path("runs") / "bench-quality"
 Curve = list[tuple[int, float]]
@@ -80,7 +80,7 @@ class _Alone:
         """As they are."""
         return batches
 
-    def after_step(self, step: int, *, last: bool, stop: bool) -> float:  # noqa: ARG002
+    def after_step(self, step: int, *, last: bool, stop: bool, record: StepRecord | None = None) -> float:  # noqa: ARG002
         """Nothing is saved."""
         return 0.0
 

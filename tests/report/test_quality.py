@@ -10,6 +10,7 @@ from mula_ray.bench import quality
 from mula_ray.config.errors import UserError
 from mula_ray.config.load import load
 from mula_ray.plan.layout import active_params, total_params
+from mula_ray.train.status import read_status
 
 
 def test_the_pair_differs_in_nothing_but_the_experts() -> None:
@@ -32,6 +33,15 @@ def test_what_is_made_of_the_curves() -> None:
     assert quality.reached(dense, 3.0) is None
     worse = {row["metric"] for row in quality.rows_of("c", dense, moe, tokens=10)}
     assert "tokens_to_dense_loss" not in worse
+
+
+def test_a_model_trains_alone_and_leaves_a_run_folder(tmp_path: Path) -> None:
+    config = quality.configuration("mula-tiny-dense", "short-seed1")
+    brief = config.train.model_copy(update={"steps": 2, "global_batch": 2, "micro_batch": 2, "eval_samples": 4})
+    curve = quality.train_alone(config.model_copy(update={"train": brief}), tmp_path)
+    assert [step for step, _ in curve] == [1, 2]
+    assert 0 < curve[-1][1] < 20
+    assert read_status(tmp_path).step == 2
 
 
 def test_an_unknown_case_is_refused_with_the_known_ones() -> None:
