@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from mula_ray.bench.ranks import run_ranks
+from mula_ray.bench.timing import Row, report, row
 from mula_ray.parallel.backend import TCPStore
 from mula_ray.parallel.collectives import all_reduce, all_reduce_async, barrier, reduce_scatter_async
 from mula_ray.parallel.groups import Group, Groups
@@ -28,20 +29,13 @@ from mula_ray.plan.topology import Topology
 
 REPEATS = 7
 SIZES_MIB = (4, 32)
-Row = dict[str, Any]
 
 
 def run(cases: Sequence[str] | None = None) -> dict[str, Any]:
     """All cases, or those whose names begin with one of `cases`."""
     rows = [*_group_rows(), *_reduce_scatter_rows(), *_agreement_rows()]
-    kept = [row for row in rows if not cases or any(row["case"].startswith(name) for name in cases)]
-    versions = {"torch": torch.__version__}
-    return {"bench": "comm", "device": "cpu", "threads": 1, "versions": versions, "rows": kept}
-
-
-def row(case: str, metric: str, value: float, unit: str, against: str = "", speedup: float | None = None) -> Row:
-    """One line of the result."""
-    return {"case": case, "metric": metric, "value": value, "unit": unit, "against": against, "speedup": speedup}
+    kept = [line for line in rows if not cases or any(line["case"].startswith(name) for name in cases)]
+    return report("comm", kept, threads=1)
 
 
 def timed(group: Group | None, body: Callable[[], object], repeats: int = REPEATS) -> float:

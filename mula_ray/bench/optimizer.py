@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from mula_ray.bench.comm import Row, row
 from mula_ray.bench.ranks import run_ranks
+from mula_ray.bench.timing import Row, report, row
+from mula_ray.config.errors import UserError
 from mula_ray.config.model import ModelConfig, MoEConfig
 from mula_ray.config.run import DataConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from mula_ray.optim.epso import Epso, epso_sharding
@@ -44,8 +45,10 @@ def run(cases: Sequence[str] | None = None) -> dict[str, Any]:
         rows += _rows("ep4-20b-local", ranks)
     if not cases or "overlap-2" in cases:
         rows += _overlap_rows(run_ranks(_overlap, 2, timeout=300.0))
-    versions = {"torch": torch.__version__}
-    return {"bench": "optimizer", "device": "cpu", "threads": 1, "versions": versions, "rows": rows}
+    unknown = set(cases or ()) - {"ep4-20b-local", "overlap-2"}
+    if unknown:
+        raise UserError(f"bench optimizer has no case {sorted(unknown)}; choose ep4-20b-local or overlap-2")
+    return report("optimizer", rows, threads=1)
 
 
 def config() -> RunConfig:

@@ -1,7 +1,8 @@
 """Case `ep4` of `mula-ray bench step`: the whole step on 4 ranks, EP 4, against classic eager experts + `zero1`.
 
 4 layers, H 512, I 256, E 64, k 8, vocabulary 4,096, 2,048 tokens a rank, fp32 (bar 1.3x; published 1.35-1.51x).
-Memory and traffic of both sides are printed beside it. Correctness first: the first step's loss and norm are equal.
+State, traffic and what recomputation saves are printed beside it. Correctness first: equal loss and norm of the first
+step.
 """
 
 from __future__ import annotations
@@ -13,19 +14,24 @@ from typing import Any
 
 import torch
 
-from mula_ray.bench.comm import Row, row
 from mula_ray.bench.ranks import run_ranks
+from mula_ray.bench.timing import Row, row
 from mula_ray.config.model import ModelConfig, MoEConfig
 from mula_ray.config.run import DataConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
+from mula_ray.model.aux import AuxSink
+from mula_ray.model.transformer import Transformer
+from mula_ray.parallel.apply import build_stages
 from mula_ray.parallel.collectives import barrier
 from mula_ray.parallel.groups import Groups
 from mula_ray.parallel.observe import Traffic
+from mula_ray.parallel.recompute import saved_bytes
 from mula_ray.plan.topology import Topology
 from mula_ray.train.engine import Engine, MicroBatch
 
 REPEATS = 3
 SIDES = {"ours": ("auto", "epso"), "classic+zero1": ("classic", "zero1")}
 TOKENS, CONTEXT = 2048, 512
+RECOMPUTE = ("none", "norms", "attention", "moe", "norms+attention+moe")
 
 
 def ep4_rows() -> list[Row]:
@@ -40,6 +46,9 @@ def ep4_rows() -> list[Row]:
     for what in ("state", "sent"):
         ours, theirs = (max(rank[what][side] for rank in ranks) for side in SIDES)
         rows.append(row("ep4", what, ours / 2**20, "MiB", "classic+zero1", theirs / ours))
+    (kept,) = run_ranks(_kept, 1, timeout=200.0)
+    for text in RECOMPUTE[1:]:
+        rows.append(row("ep4", f"activations-{text}", kept[text] / 2**20, "MiB", "none", kept["none"] / kept[text]))
     return rows
 
 
@@ -54,6 +63,29 @@ def config(side: str) -> RunConfig:
         optim=OptimConfig(kind=kind),  # type: ignore[arg-type]
         parallel=ParallelConfig(dp=1, ep=4, dispatcher="allgather"),
     )
+
+
+def _kept(_rank: int, _world: int, _port: int) -> dict[str, int]:
+    """Bytes that a forward pass keeps for backward, by what is recomputed; one rank with a quarter of the experts."""
+    base, groups = config("ours"), Groups(Topology(), 0, None)
+    assert base.model.moe is not None
+    moe = base.model.moe.model_copy(update={"experts": 16})
+    tokens = torch.randint(0, 4096, (TOKENS // CONTEXT, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
+    kept = {}
+    for text in RECOMPUTE:
+        cfg = base.model_copy(
+            update={
+                "model": base.model.model_copy(update={"moe": moe}),
+                "parallel": ParallelConfig(recompute=text),
+            }
+        )
+        (stage,) = build_stages(cfg, Topology(), 0, groups, torch.device("cpu"))
+
+        def forward(stage: Transformer = stage, cfg: RunConfig = cfg) -> torch.Tensor:
+            return stage.loss(stage(tokens[:, :-1], AuxSink(cfg.model)), tokens[:, 1:])
+
+        kept[text] = saved_bytes(forward, stage.parameters())
+    return kept
 
 
 def _compare(rank: int, _world: int, port: int) -> dict[str, Any]:
