@@ -16,7 +16,6 @@ DamageKind = Literal["manifest", "missing", "size", "header", "checksum", "cover
 _ERRNO: dict[int, FailureKind] = {
     errno.ENOSPC: "no-space",
     errno.EDQUOT: "quota",
-    errno.EFBIG: "quota",
     errno.EROFS: "read-only",
     errno.EACCES: "read-only",
     errno.EPERM: "read-only",

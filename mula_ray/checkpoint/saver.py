@@ -139,16 +139,11 @@ class Saver:
     ) -> None:
         """Begin, write, commit, verify, settle; never raises a storage failure."""
         nbytes = sum(piece.nbytes for piece, _ in held)
-        pending: Pending | None = None
         try:
             began = time.monotonic()
-            pending = self.manager.begin(facts.step, kind)
-            entry = self._write(pending, held, info)
-            pending.commit(facts, [entry], self.shapes)
+            pending, entry = self._commit(facts, kind, held, info)
             seconds["write"] = time.monotonic() - began
         except StoreFailure as failure:
-            if pending is not None:
-                pending.abandon()
             self._report(SaveResult(facts.step, kind, nbytes, failure=failure, seconds=seconds))
             return
         finally:
@@ -165,6 +160,28 @@ class Saver:
             self._report(SaveResult(facts.step, kind, nbytes, path, None, tuple(damages), seconds))
         except StoreFailure as failure:
             self._report(SaveResult(facts.step, kind, nbytes, failure=failure, seconds=seconds))
+
+    def _commit(
+        self, facts: Facts, kind: CheckpointKind, held: Items, info: SlotInfo | None
+    ) -> tuple[Pending, FileEntry]:
+        """A new save, committed; when space is out, once more after giving up the older slot."""
+
+        def attempt() -> tuple[Pending, FileEntry]:
+            pending = self.manager.begin(facts.step, kind)
+            try:
+                entry = self._write(pending, held, info)
+                pending.commit(facts, [entry], self.shapes)
+                return pending, entry
+            except BaseException:
+                pending.abandon()
+                raise
+
+        try:
+            return attempt()
+        except StoreFailure as failure:
+            if failure.kind not in ("no-space", "quota") or not self.manager.make_room():
+                raise
+            return attempt()
 
     def _write(self, pending: Pending, held: Items, info: SlotInfo | None) -> FileEntry:
         if info is None:

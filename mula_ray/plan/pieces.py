@@ -5,6 +5,7 @@ The one type in which the optimizer, checkpoints and snapshots meet.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -48,3 +49,6 @@ class StateReader(Protocol):
         Raises:
             KeyError: the state does not have it.
         """
+
+    def read_many(self, items: Iterable[tuple[Piece, Any]]) -> None:
+        """As `read_into` for every (piece, out), overlapped where that is faster."""

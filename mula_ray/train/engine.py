@@ -188,8 +188,7 @@ class Engine:
         """Fill the state in place from `reader`, then everybody's working weights from the masters."""
         self._hooks.phase("load", -1)
         self._guard.forget()
-        for piece, out in self.pieces():
-            reader.read_into(piece, out)
+        reader.read_many(self.pieces())
         self.optimizer.load_done()
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,10 @@ class Memory:
 
     def read_into(self, piece: Piece, out: Any) -> None:
         out.copy_(self.copies[piece])
+
+    def read_many(self, items: Iterable[tuple[Piece, Any]]) -> None:
+        for piece, out in items:
+            self.read_into(piece, out)
 
 
 def engine_of(case: Case, *, init: bool = True) -> Engine:
