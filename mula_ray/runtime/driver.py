@@ -36,6 +36,7 @@ from mula_ray.runtime.folder import RunFolder, facts_of, open_folder, versions, 
 from mula_ray.runtime.local import LocalCluster
 from mula_ray.runtime.messages import RunFacts
 from mula_ray.runtime.outputs import Outputs, quiet_screen
+from mula_ray.runtime.prometheus import RayMetrics
 from mula_ray.runtime.saves import Saves
 from mula_ray.runtime.view import View
 
@@ -142,6 +143,8 @@ class _Job:
             self._out.say(f"resuming from checkpoint of step {self._resumed}")
         self._out.progress.state("starting the cluster")
         self._connect()
+        if self._cluster is None:  # in a cluster of our own nobody scrapes, and Ray's collection is off
+            self._out.scrape(RayMetrics(self._folder.run_id))
         shapes = {spec.name: spec.shape for spec in param_specs(config.model)}
         saves = Saves(self._folder.manager, shapes, self._checkpoint_facts, config.checkpoint.keep, self._saved)
         rules = policy_config(config, must_resume=self._request.resume == "must")

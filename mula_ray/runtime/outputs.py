@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mula_ray.config.run import RunConfig
+from mula_ray.runtime.prometheus import RayMetrics
 from mula_ray.train.metrics import EvalRecord, StepRecord
 from mula_ray.train.progress import Progress
 from mula_ray.train.services import open_sinks
@@ -53,6 +54,24 @@ class Outputs:
         self.events = EventLog(run_dir / "events.jsonl")
         self.progress = Progress(config.train.steps, done=done, stream=screen)
         self._replayed = 0
+        self._scraped: RayMetrics | None = None
+
+    def scrape(self, metrics: RayMetrics) -> None:
+        """Put the run's figures among those that Ray shows to Prometheus, too; only once Ray is connected."""
+        self._scraped = metrics
+        self._sinks.add(metrics)
+
+    def failure(self, generation: int, *, kind: str, **fields: Any) -> None:
+        """Something broke."""
+        self.events.failure(generation, kind=kind, **fields)
+        if self._scraped is not None:
+            self._scraped.failure(kind)
+
+    def membership(self, generation: int, active: int, spares: int) -> None:
+        """Nodes that train, and nodes that wait."""
+        self.progress.membership(generation, active, spares)
+        if self._scraped is not None:
+            self._scraped.nodes(active=active, spares=spares)
 
     def step(self, record: StepRecord) -> None:
         """A step's line."""
@@ -75,6 +94,8 @@ class Outputs:
     def recovery(self, generation: int, fields: Mapping[str, Any]) -> None:
         """The first step after a failure is done."""
         self.events.recovery(generation, **fields)
+        if self._scraped is not None:
+            self._scraped.recovery(float(fields["seconds"]))
         self.say(
             f"recovered in {fields['seconds']:.2f} s from {fields['source']} at step {fields['step']} "
             f"({fields['lost_steps']} steps done again): {fields['reason']}"

@@ -82,7 +82,7 @@ class View:
         rank = getattr(event, "rank", None)
         node = getattr(event, "node", None)
         detail = getattr(event, "detail", None) or getattr(event, "why", None)
-        self._out.events.failure(
+        self._out.failure(
             state.generation, kind=kind, reason=reason, step=step if step is not None else state.committed + 1,
             node=node, rank=rank, detail=detail, what=type(event).__name__,
         )  # fmt: skip
@@ -106,7 +106,7 @@ class View:
                 command.generation, step=command.restore.step, world=command.placement.world, nodes=list(seats),
                 spares=spares, reason=reason, dp=command.placement.dp, source=str(command.restore.tier),
             )  # fmt: skip
-            self._out.progress.membership(command.generation, len(set(seats)), spares)
+            self._out.membership(command.generation, len(set(seats)), spares)
             if self._recovery is not None:
                 self._recovery.started, self._recovery.restore = now, command.restore
                 self._recovery.committed = max(self._recovery.committed, state.committed)

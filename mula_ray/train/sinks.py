@@ -133,6 +133,10 @@ class Sinks:
     def __init__(self, sinks: Sequence[MetricSink]) -> None:
         self._sinks = list(sinks)
 
+    def add(self, sink: MetricSink) -> None:
+        """One more."""
+        self._sinks.append(sink)
+
     def write(self, record: Record) -> None:
         """Hands the record to every sink."""
         for sink in list(self._sinks):
