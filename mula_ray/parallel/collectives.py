@@ -38,14 +38,18 @@ class Pending:
         return self
 
     def wait(self) -> None:
-        """Wait for the end.
+        """Wait for the end. On an accelerator the device waits, not the host (a time-out in the call would block it):
+        there the bound is the backend's own, and the lack of progress that the runtime sees.
 
         Raises:
             CollectiveError: the call failed, or ran past the bound.
         """
         began = time.perf_counter()
         try:
-            self._work.wait(timedelta(seconds=self._group.timeout_s))
+            if self._group.backend in ("nccl", "xccl"):
+                self._work.wait()
+            else:
+                self._work.wait(timedelta(seconds=self._group.timeout_s))
             self._group.meter.waited_s += time.perf_counter() - began
         except (RuntimeError, dist.DistError) as error:
             raise CollectiveError(
