@@ -64,6 +64,14 @@ class Run:
         """What broke; a stop on purpose (`deadline`: signal, walltime) is on file as well, but nothing broke."""
         return [line for line in self.of("failure") if line.get("kind") != "deadline"]
 
+    @cached_property
+    def config_text(self) -> str:
+        """config.yaml as it stands, with the origin of every value; empty where it cannot be read."""
+        try:
+            return (self.folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
     def get(self, path: str, default: Any = None) -> Any:
         """A configuration value by its dotted name."""
         node: Any = self.config

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from mula_ray.train.progress import human_count, human_seconds
 from mula_ray.train.report import curves, experts, gantt, timeline
@@ -202,7 +201,7 @@ def _setup(named: Sequence[Named]) -> str:
         pairs = _flatten({key: value for key, value in (starts[-1] if starts else {}).items() if key not in hidden})
         table.rows.extend([key, str(value)] for key, value in pairs)
         where = f": {escape(one.name)}" if len(named) > 1 else ""
-        text = yaml.safe_dump(one.run.config, sort_keys=False, allow_unicode=True) if one.run.config else "not on file"
+        text = one.run.config_text or "not on file"
         parts.append(
             f"<h3>Environment{where}</h3>{table.html() if table.rows else '<p>not on file</p>'}"
             f'<details><summary>Configuration{where}</summary><pre tabindex="0">{escape(text)}</pre></details>'
