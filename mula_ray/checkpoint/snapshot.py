@@ -19,7 +19,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from mula_ray.plan.pieces import Piece
 
 EMPTY, WRITING, FILLED, SEALED = range(4)
 _PAGE = mmap.PAGESIZE
+_SEAL_THREADS = 2
 _HEADER = struct.Struct("<8sIIQQQQQQI")  # magic state pinned step generation serial table sums data, CRC of table
 _MAGIC = b"mulasnp1"
 
@@ -135,7 +136,8 @@ class SnapshotBuffer:
     ) -> SlotInfo:
         """Copy the state into a free slot; when this returns the live tensors may change.
 
-        `meta`: JSON-able facts that go with it. `pin`: keep the slot until `unpin`. `seal`: compute the checksums now.
+        `meta`: JSON-able facts that go with it. `pin`: keep the slot until `unpin`. `seal`: compute the checksums now,
+        in threads beside the copying.
 
         Raises:
             StoreFailure: kind `busy` when every slot is pinned, `no-space` when there is no memory for it.
@@ -152,13 +154,16 @@ class SnapshotBuffer:
         self._grow(slot, _extent(len(table), sums, data))
         memory = memoryview(self._map(slot))
         memory[_PAGE : _PAGE + len(table)] = table
-        at = _data_begin(info)
-        for piece, buffer in kept:
-            _copy_bytes(memory[at : at + piece.nbytes], buffer, piece)
-            at += piece.nbytes
+        at, jobs = _data_begin(info), []
+        with ThreadPoolExecutor(_SEAL_THREADS, "seal") as pool:
+            for piece, buffer in kept:
+                out = memory[at : at + piece.nbytes]
+                _copy_bytes(out, buffer, piece)
+                jobs += [pool.submit(zlib.crc32, block) for block in _blocks(out)] if seal else []
+                at += piece.nbytes
         info = dataclasses.replace(info, state=FILLED)
         self._put(info)
-        return self.seal(info) if seal else info
+        return self._put_sums(info, [job.result() for job in jobs]) if seal else info
 
     def seal(self, info: SlotInfo) -> SlotInfo:
         """Compute the checksums of a complete slot (once)."""
@@ -298,7 +303,7 @@ class MemoryPiece:
 
     def blocks(self) -> list[memoryview]:
         """The bytes in blocks."""
-        return [self.data[at : at + BLOCK_BYTES] for at in range(0, self.data.nbytes, BLOCK_BYTES)]
+        return _blocks(self.data)
 
     def damages(self) -> list[Damage]:
         """The first block that is not the one that was sealed."""
@@ -329,6 +334,10 @@ class SnapshotReader(ReshardingReader[MemoryPiece]):
         for overlap in common:
             copy_converted(overlap, elements, source.piece.dtype, target, piece.dtype)
         return []
+
+
+def _blocks(data: memoryview) -> list[memoryview]:
+    return [data[at : at + BLOCK_BYTES] for at in range(0, data.nbytes, BLOCK_BYTES)]
 
 
 def _copy_bytes(out: memoryview, buffer: Any, piece: Piece) -> None:
