@@ -20,7 +20,7 @@ from pathlib import Path
 
 import typer
 
-from mula_ray.cli import bench, ckpt, data, doctor, launch, plan, report, status, submit, train
+from mula_ray.cli import bench, ckpt, data, doctor, eval, launch, plan, report, status, submit, train
 from mula_ray.config.errors import MulaError, UserError
 
 INTERNAL, USAGE, INTERRUPTED = 1, UserError.exit_code, 130
@@ -38,6 +38,7 @@ app.command()(train.train)
 app.command()(plan.plan)
 app.add_typer(data.app, name="data")
 app.add_typer(ckpt.app, name="ckpt")
+app.command("eval")(eval.evaluate)
 app.command()(bench.bench)
 app.command()(status.status)
 app.command()(report.report)

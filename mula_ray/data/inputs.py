@@ -166,7 +166,7 @@ def _matches(source: Source) -> Iterator[tuple[Path, str, Split | None]]:
         yield Path(known), name, None
     if source.files:
         return
-    root = Path(source.pattern).expanduser()
+    root = Path(source.pattern).expanduser().absolute()  # workers may stand elsewhere
     if (root / MANIFEST).is_file():
         manifest = read_manifest(root)
         for split in SPLITS:
@@ -179,8 +179,9 @@ def _matches(source: Source) -> Iterator[tuple[Path, str, Split | None]]:
     elif root.is_file():
         named = [(root.name, root)]
     else:
+        fixed = next((parent for parent in root.parents if not glob.has_magic(str(parent))), Path("/"))
         found = [Path(name) for name in glob.glob(str(root), recursive=True)]
-        named = [(path.as_posix(), path) for path in found if path.is_file()]
+        named = [(path.relative_to(fixed).as_posix(), path) for path in found if path.is_file()]
     for name, path in sorted(named):
         yield path, name, None
 

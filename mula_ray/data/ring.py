@@ -171,7 +171,8 @@ class RingWriter(_Ring):
 
     def mark_closed(self) -> None:
         """Tell all who have it mapped that nothing comes any more."""
-        self._words[_CLOSED] = 1
+        if self._words.size:
+            self._words[_CLOSED] = 1
 
     def close(self) -> None:
         """Let go of the memory; readers keep theirs until they exit."""

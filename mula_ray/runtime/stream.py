@@ -29,7 +29,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from mula_ray.config.run import RunConfig
 from mula_ray.data.batches import Share
@@ -45,7 +45,7 @@ _KEPT_STEPS = 8
 _WORTH_STEPS = 32
 _FIRST_PAUSE_S = 1.0
 _POLL_S = (0.002, 0.05)
-_STOP_S = 5.0
+_STOP_S = 3.0
 _RETRIES = 3
 
 Opener = Callable[[StreamPlan, RingSpec], Iterator[Chunk]]
@@ -123,11 +123,12 @@ class NodeStream:
 
     def close(self) -> None:
         """End the stream and let the ring go; returns within seconds whatever the stream does."""
-        self._drop()
+        self._drop(_STOP_S)
 
-    def _drop(self) -> None:
+    def _drop(self, wait_s: float = 0.0) -> None:
+        """Tell the filler to end; a new generation does not wait for it."""
         if self._filler is not None:
-            self._filler.close()
+            self._filler.close(wait_s)
         self._plan = self._ring = self._filler = None
 
 
@@ -196,16 +197,23 @@ class _Filler:
         if self._thread.ident is None:
             self._thread.start()
 
-    def close(self) -> None:
-        """Stop the thread. A thread stuck in Ray is left to die with the process: it is a daemon, and owns no state."""
+    def close(self, wait_s: float) -> None:
+        """Stop the thread, which closes the ring when it ends. One stuck in Ray dies with the process: a daemon."""
         self._stop.set()
         self._ring.mark_closed()
-        if self._thread.ident is not None:
-            self._thread.join(_STOP_S)
-        if not self._thread.is_alive():
+        if self._thread.ident is None:
             self._ring.close()
+        elif wait_s:
+            self._thread.join(wait_s)
 
     def _run(self) -> None:
+        try:
+            self._follow()
+        finally:
+            self._forget()
+            self._ring.close()
+
+    def _follow(self) -> None:
         last, since, pause = -1, time.monotonic(), _POLL_S[1]
         while not self._stop.wait(pause):
             wish = self._wish
@@ -288,11 +296,3 @@ class _Filler:
     def _forget(self) -> None:
         self._stream = self._chunk = None
         self._asked = False
-
-
-def stats_record(stats: StreamStats) -> dict[str, int | str]:
-    """The counters as plain values, for events and reports."""
-    return asdict(stats)
-
-
-__all__ = ["NodeStream", "StreamStats", "open_ray_stream", "stats_record"]
