@@ -29,6 +29,7 @@ _STOPPED_S = 0.15
 _COLD_GAPS = 10
 _COLD_S: dict[str, float] = {"start": 120.0, "step": 60.0, "save": 600.0, "eval": 120.0}
 _DECAY = 0.998
+_SLOW = 2.2
 _DRIVER_PAUSE_S = 0.2
 
 
@@ -139,8 +140,8 @@ class HangDetector:
         kind = self._activity
         cold = _COLD_S[kind]
         idle, gaps = self._idle.get(kind, Gaps()), self._any.get(kind, Gaps())
-        # A rank that sleeps for as long as it works is slow, not stuck: the usual gap counts here too.
-        idle_s = max(idle.deadline(_IDLE_FLOOR_S, 4.0, cold), 3.0 * gaps.longest)
+        # A rank that sleeps twice as long as it works is slow, not stuck: the usual gap counts here too.
+        idle_s = max(idle.deadline(_IDLE_FLOOR_S, 4.0, cold), _SLOW * gaps.longest)
         return self._patience * idle_s, self._patience * gaps.deadline(_ANY_FLOOR_S, 6.0, cold)
 
     def check(self, now: float) -> Hang | None:

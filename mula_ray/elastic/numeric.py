@@ -147,9 +147,15 @@ def _narrow(state: State, nodes: frozenset[str]) -> frozenset[str]:
 
 
 def strike(state: State, nodes: frozenset[str], by: int) -> State:
-    """Change the strikes of `nodes` by `by`; nodes without any have no entry."""
-    changed = {**state.strikes, **{n: state.strikes.get(n, 0) + by for n in nodes}}
-    return but(state, strikes={n: count for n, count in changed.items() if count > 0})
+    """Change the strikes of `nodes` by `by`; nodes without any have no entry. Those long gone are forgotten."""
+    strikes = dict(state.strikes)
+    for node in nodes:
+        count = strikes.pop(node, 0) + by
+        if count > 0:
+            strikes[node] = count
+    if len(strikes) > 2 * len(state.nodes):
+        strikes = {n: count for n, count in strikes.items() if n in state.nodes}
+    return but(state, strikes=strikes)
 
 
 def cordon(state: State, bad: frozenset[str], why: str) -> State:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from mula_ray.config.errors import UserError
 from mula_ray.plan.topology import Topology
@@ -32,17 +33,17 @@ class Shape:
                 "lower parallel.tp or raise cluster.tiles_per_node"
             )
 
-    @property
+    @cached_property
     def replica(self) -> int:
         """Ranks of a replica."""
         return self.ep * self.tp * self.pp
 
-    @property
+    @cached_property
     def replicas_per_seat(self) -> int:
         """Whole replicas a node holds; 0 when a replica needs several nodes."""
         return self.tiles_per_node // self.replica
 
-    @property
+    @cached_property
     def ranks_per_seat(self) -> int:
         """Ranks a full seat holds."""
         if self.replicas_per_seat:
@@ -51,7 +52,7 @@ class Shape:
         unit = block if block <= self.tiles_per_node else self.tp
         return self.tiles_per_node // unit * unit
 
-    @property
+    @cached_property
     def seats_per_replica(self) -> int:
         """Nodes that a replica takes when it does not share one: 1 or more."""
         return -(-self.replica // self.ranks_per_seat) if not self.replicas_per_seat else 1
@@ -165,7 +166,8 @@ def exchange(
     failing = {shape.seat_of(rank) for rank in ranks if rank < placement.world}
     mine = [i for i, node in enumerate(seats) if node in suspects and (i in failing or not failing)]
     others = [i for i, node in enumerate(seats) if node not in suspects and i not in failing]
-    others.sort(key=lambda i: (strikes.get(seats[i], 0), i % shape.seats_per_replica, i))
+    apart = shape.seats_per_replica
+    others.sort(key=lambda i: (strikes.get(seats[i], 0), i % apart, i))
     if suspects and len(others) >= len(mine):
         for seat, other in zip(mine, others, strict=False):
             seats[seat], seats[other] = seats[other], seats[seat]

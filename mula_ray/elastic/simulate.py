@@ -14,7 +14,7 @@ import itertools
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from mula_ray.elastic import commands as cmd
 from mula_ray.elastic import events as ev
@@ -284,8 +284,11 @@ class _Simulation:
         for held in self.memory:
             place = held.start.placement
             whole = self.left.isdisjoint(place.seats)
-            second = () if whole or not held.published else tuple(b or "" for b in held.start.buddies)
-            found.append(ev.MemoryCopy(held.start.generation, held.step, place.dp, place.seats, second))
+            second = () if whole or not held.published else held.start.buddies
+            if None in second:
+                second = ()
+            copy = ev.MemoryCopy(held.start.generation, held.step, place.dp, place.seats, cast(tuple[str, ...], second))
+            found.append(copy)
         return tuple(found)
 
     def _ask_stop(self, generation: int, save: Literal["memory", "disk"], why: str) -> None:

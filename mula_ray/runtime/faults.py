@@ -69,7 +69,7 @@ class RankFaults:
             _, tensor = self._engine.pieces()[0]
             tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
         elif kind == "slow-rank":
-            self._slow = fault
+            self._slow, self._began = fault, time.monotonic()
 
     def _drag(self, name: str) -> None:
         now = time.monotonic()
