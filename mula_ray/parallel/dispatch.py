@@ -33,13 +33,14 @@ class AllGatherDispatcher:
     """
 
     def __init__(self, group: Group, experts: int, combine_dtype: torch.dtype) -> None:
-        """`experts` of the whole layer; the reduce-scatter sums in `combine_dtype`."""
+        """`experts` of the whole layer; both reduce-scatters (results, input gradients) sum in `combine_dtype`."""
         self._group, self._dtype = group, combine_dtype
         self._first = group.index * (experts // group.size)
 
     def dispatch(self, hidden: Tensor, weights: Tensor, ids: Tensor) -> Routed:
         """hidden (T, H), weights (T, k), ids (T, k) → those of all P·T tokens, ids relative to this rank's experts."""
-        gathered: tuple[Tensor, Tensor, Tensor] = _Gather.apply(hidden, weights, ids, self._group)  # type: ignore[no-untyped-call]
+        gathered: tuple[Tensor, Tensor, Tensor]
+        gathered = _Gather.apply(hidden, weights, ids, self._group, self._dtype)  # type: ignore[no-untyped-call]
         hidden_all, weights_all, ids_all = gathered
         return Routed(hidden_all, weights_all, ids_all - self._first)
 
@@ -50,8 +51,10 @@ class AllGatherDispatcher:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weights: Tensor, ids: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.group = group
+    def forward(
+        ctx: Any, hidden: Tensor, weights: Tensor, ids: Tensor, group: Group, sum_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.group, ctx.sum_dtype = group, sum_dtype
         hidden_all = hidden.new_empty((group.size * hidden.shape[0], hidden.shape[1]))
         pending = all_gather_async(hidden_all, hidden.contiguous(), group)
         small = torch.cat([_bytes(weights), _bytes(ids.to(torch.int16))], dim=1)
@@ -64,8 +67,9 @@ class _Gather(torch.autograd.Function):
         return hidden_all, weights_all, ids_all
 
     @staticmethod
-    def backward(ctx: Any, hidden: Tensor, weights: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return reduce_scatter(hidden, ctx.group), reduce_scatter(weights, ctx.group), None, None
+    def backward(ctx: Any, hidden: Tensor, weights: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        dhidden = reduce_scatter(hidden.to(ctx.sum_dtype), ctx.group).to(hidden.dtype)
+        return dhidden, reduce_scatter(weights, ctx.group), None, None, None
 
 
 def _bytes(tensor: Tensor) -> Tensor:
