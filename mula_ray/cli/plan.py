@@ -15,8 +15,8 @@ from mula_ray.config.load import Loaded, load
 
 if TYPE_CHECKING:
     from mula_ray.config.site import SiteConfig
+    from mula_ray.elastic.forecast import Forecast
     from mula_ray.plan.estimate import Estimate, ScalingPoint
-    from mula_ray.plan.goodput import Goodput
 
 GB = 1e9
 
@@ -70,13 +70,12 @@ def _site(loaded: Loaded, name: str | None, run_dir: Path | None) -> tuple[SiteC
 def _estimate(
     loaded: Loaded, site: SiteConfig, tiles: int | None, *, curve: bool, picture: Path | None
 ) -> tuple[dict[str, Any], list[str]]:
+    from mula_ray.elastic.forecast import forecast
     from mula_ray.plan.estimate import estimate, scaling, with_tiles
-    from mula_ray.plan.goodput import goodput
 
     config, topology = with_tiles(loaded.config, tiles, site)
     found = estimate(config, topology, site)
-    nodes = max(1, topology.world // site.node.tiles)
-    runs = goodput(site, nodes, found.time.total, found.checkpoint.seconds)
+    runs = forecast(config, site, found.time.total, found.checkpoint.seconds)
     points = scaling(config, site) if curve else []
     if picture is not None:
         from mula_ray.plan.picture import write_scaling
@@ -89,7 +88,7 @@ def _estimate(
     return _numbers(found, runs, points), list(_text(found, runs, points, site))
 
 
-def _numbers(found: Estimate, runs: Goodput, points: list[ScalingPoint]) -> dict[str, Any]:
+def _numbers(found: Estimate, runs: Forecast, points: list[ScalingPoint]) -> dict[str, Any]:
     time = found.time
     return {
         "layout": {axis: getattr(found.topology, axis) for axis in ("dp", "ep", "tp", "pp")},
@@ -130,7 +129,7 @@ def _numbers(found: Estimate, runs: Goodput, points: list[ScalingPoint]) -> dict
     }
 
 
-def _text(found: Estimate, runs: Goodput, points: list[ScalingPoint], site: SiteConfig) -> Iterator[str]:
+def _text(found: Estimate, runs: Forecast, points: list[ScalingPoint], site: SiteConfig) -> Iterator[str]:
     at, time = found.topology, found.time
     yield f"layout: dp {at.dp} x ep {at.ep} x tp {at.tp} x pp {at.pp} = {at.world} tiles of {site.name}"
     yield ""

@@ -123,9 +123,11 @@ def _optimizer(rank: RankShape) -> Iterator[Traffic]:
 
 
 def _agreement(rank: RankShape) -> Iterator[Traffic]:
-    """The one small all-reduce of a step: loss, norm, stop, statistics."""
-    model = rank.config.model
-    numbers = 5 + 2
+    """The one small all-reduce of a step: sums of losses, norm, flags, statistics, hashes of replicas when checked."""
+    model, topology = rank.config.model, rank.topology
+    numbers = 5 + 3
+    if rank.config.elastic.check_state_every:
+        numbers += 2 * topology.pp * (topology.tp + topology.ep)
     if model.moe is not None and rank.config.metrics.experts:
         numbers += model.layers * (model.moe.experts + 1)
-    yield Traffic("control", rank.topology.world, "all_reduce", "agreement", 1, numbers * 8)
+    yield Traffic("control", topology.world, "all_reduce", "agreement", 1, numbers * 8)

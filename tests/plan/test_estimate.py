@@ -32,6 +32,8 @@ LAYOUTS = [
     ["parallel.ep=2", NODE, "train.global_batch=8", "train.dtype=bf16"],
     ["parallel.ep=4", "cluster.tiles_per_node=4", "cluster.nodes=1", "train.global_batch=8", "parallel.recompute=moe"],
     ["parallel.ep=2", NODE, "optim.kind=zero1", "train.global_batch=8"],
+    ["parallel.tp=2", "cluster.nodes=2", "train.global_batch=4", "parallel.recompute=attention"],
+    ["parallel.pp=2", "cluster.nodes=2", "train.global_batch=8"],
 ]
 
 
@@ -44,13 +46,18 @@ def test_bytes_of_a_step_are_exact(layout: list[str]) -> None:
     sets = SMALL + layout
     config = load("mula-tiny", sets).config
     topology = legal_topology(config)
-    measured, _ = run_ranks(count_step, topology.world, sets)[0]
-    expected: Counter[tuple[str, str]] = Counter()
-    for entry in step_traffic(RankShape(config, topology)):
-        kind = "all_reduce" if entry.kind == "reduce_scatter" else entry.kind  # gloo: all-reduce and slice
-        group = "edp" if entry.group == "dp" and topology.tp == 1 else entry.group  # same members, one group
-        expected[group, kind] += entry.payload
-    assert measured == dict(expected)
+    for measured, pp in run_ranks(count_step, topology.world, sets):
+        expected: Counter[tuple[str, str]] = Counter()
+        for entry in step_traffic(RankShape(config, topology, pp)):
+            kind = "all_reduce" if entry.kind == "reduce_scatter" else entry.kind  # gloo: all-reduce and slice
+            group = "edp" if entry.group == "dp" and topology.tp == 1 else entry.group  # same members, one group
+            expected[group, kind] += entry.payload
+        sent = {
+            ("pp", kind) if group.startswith("channel") else (group, kind): size
+            for (group, kind), size in measured.items()
+            if not group.startswith("channel") or group.startswith(f"channel{pp}>")  # the receiver sees the call too
+        }
+        assert sent == dict(expected)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -141,3 +148,15 @@ def test_calibration_reproduces_the_measured_step(tmp_path: Path) -> None:
 def test_calibration_refuses_what_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a run folder"):
         calibrate(load_site("local"), tmp_path)
+
+
+def test_forecast_counts_failures_and_spares() -> None:
+    from mula_ray.elastic.forecast import enough_spares, forecast
+
+    site = load_site("aurora")
+    config, _ = with_tiles(load("mula-220b-a10b").config, 3072, site)
+    result = forecast(config, site, 6.0, 8.0)
+    assert result.failures_per_day == pytest.approx(24 * 256 / 1000)
+    assert 0.85 < result.goodput < 1.0
+    assert sum(result.lost.values()) + result.goodput == pytest.approx(1.0, abs=0.02)
+    assert [enough_spares(mean) for mean in (0.0, 1.0, 10.0)] == [0, 4, 18]
