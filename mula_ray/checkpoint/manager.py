@@ -112,10 +112,10 @@ class CheckpointManager:
         """Release the lease."""
         self.lease.release()
 
-    def latest(self, deep: bool = True) -> Found | None:
+    def latest(self, deep: bool | None = None) -> Found | None:
         """The newest checkpoint with full state that is sound, and those rejected on the way; None when none is.
 
-        `deep`: re-read every byte of it first; else only manifest, sizes and coverage (reading checks every block).
+        `deep`: see `find_latest`. A checkpoint that fails in use all the same is passed over after `reject`.
         """
         with self._lock:
             return find_latest(self.root, self.fs, deep=deep, skip=self._bad)

@@ -12,6 +12,7 @@ from mula_ray.checkpoint.filesystem import FileSystem, RealFileSystem
 from mula_ray.checkpoint.reader import CheckpointReader, read_manifest
 from mula_ray.plan.format import MANIFEST, CheckpointKind, Manifest
 
+DEEP_BYTES = 32_000_000_000
 SLOTS = ("full-a", "full-b")
 NEW = re.compile(r"new-(full-a|full-b|model-\d+)-g\d+-[0-9a-f]{6}")
 OURS = re.compile(rf"full-a|full-b|model-\d+|{NEW.pattern}")
@@ -44,17 +45,22 @@ def find_latest(
     root: Path,
     fs: FileSystem | None = None,
     *,
-    deep: bool = True,
+    deep: bool | None = True,
     skip: Iterable[tuple[str, tuple[int, int]]] = (),
     kind: CheckpointKind = "full",
 ) -> Found | None:
-    """The newest sound checkpoint of a kind; needs no lease. See CheckpointManager.latest."""
+    """The newest sound checkpoint of a kind; needs no lease.
+
+    `deep`: re-read every byte first, or only manifest, sizes, headers and coverage; None re-reads up to 32 GB (15 s):
+    beyond that one process would be too slow, and whoever loads checks every block before use anyway.
+    """
     sound, rejected = scan(root, fs)
     skipped = set(skip)
     for path, manifest in sound:
         if manifest.kind != kind or (path.name, manifest.order) in skipped:
             continue
-        damages = verify_folder(path, fs or RealFileSystem(), deep)
+        whole = manifest.nbytes <= DEEP_BYTES if deep is None else deep
+        damages = verify_folder(path, fs or RealFileSystem(), whole)
         if not damages:
             return Found(path, manifest, tuple(rejected))
         rejected.append(DamagedCheckpoint(path, damages))

@@ -91,6 +91,45 @@ def test_memory_and_descriptors_stay_flat(tmp_path: Path) -> None:
     saver.close()
 
 
+def test_an_asynchronous_save_takes_one_copy_of_the_state(tmp_path: Path) -> None:
+    """Extra host memory at most 1.1 times the rank's state."""
+    manager = open_manager(tmp_path)
+    numel = 2_000_000
+    items = [(Piece("w", "master", "fp32", (numel,), (0,), (numel,), 0, numel), torch.ones(numel))]
+    saver = Saver(manager)
+    saver.prepare(items)
+    for step in (1, 2):
+        saver.save(facts(step, manager.generation), items)
+        assert saver.drain()[0].path is not None
+    assert saver._memory is not None
+    assert 4 * numel <= saver._memory.nbytes <= 1.1 * 4 * numel
+    saver.close()
+
+
+def resident(pid: int | str) -> int:
+    """Resident memory of a process in bytes, shared memory left out."""
+    fields = Path(f"/proc/{pid}/statm").read_text().split()
+    return (int(fields[1]) - int(fields[2])) * resource.getpagesize()
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_a_hundred_saves(tmp_path: Path) -> None:
+    manager = open_manager(tmp_path)
+    numel = 4_000_000
+    items = [(Piece("w", "master", "fp32", (numel,), (0,), (numel,), 0, numel), torch.ones(numel))]
+    saver = Saver(manager)
+    sizes = []
+    for step in range(1, 101):
+        saver.save(facts(step, manager.generation), items)
+        assert saver.drain()[0].path is not None
+        assert saver._writer.pid is not None
+        sizes.append((resident("self"), resident(saver._writer.pid)))
+    saver.close()
+    for early, late in zip(sizes[9], sizes[-1], strict=True):
+        assert late <= early + (4 << 20)
+    print(f"resident after 10 and 100 saves: {sizes[9]}, {sizes[-1]}")
+
+
 def test_failures_come_back_as_values_and_saving_goes_on(tmp_path: Path) -> None:
     manager = open_manager(tmp_path)
     saver = Saver(manager, shapes(MOE), who="rank 3")
