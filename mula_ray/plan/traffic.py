@@ -66,7 +66,7 @@ def _experts(rank: RankShape) -> Iterator[Traffic]:
     yield Traffic("ep", size, "all_gather", "weights and ids", forward, forward * rows * moe.top_k * (4 + 2))
     yield Traffic("ep", size, "reduce_scatter", "combine", backward, backward * rows * hidden * combine)
     yield Traffic("ep", size, "all_gather", "output gradients", backward, backward * rows * hidden * combine)
-    yield Traffic("ep", size, "reduce_scatter", "token gradients", backward, backward * rows * hidden * rank.item)
+    yield Traffic("ep", size, "reduce_scatter", "token gradients", backward, backward * rows * hidden * combine)
     yield Traffic("ep", size, "reduce_scatter", "weight gradients", backward, backward * rows * moe.top_k * 4)
 
 
