@@ -164,7 +164,7 @@ def cordon(state: State, bad: frozenset[str], why: str) -> State:
         return state
     nodes = {n: v for n, v in state.nodes.items() if n not in bad}
     cordoned = {**state.cordoned, **dict.fromkeys(sorted(bad), why)}
-    return but(state, nodes=nodes, cordoned=cordoned, lingering=state.lingering.union(bad))
+    return but(state, nodes=nodes, cordoned=cordoned, lingering=state.lingering.union(bad), holed=True)
 
 
 def _list(nodes: frozenset[str] | list[str]) -> str:

@@ -47,12 +47,12 @@ def launch(state: State, found: Usable | None, now: float, why: str) -> Decision
         return gather(state, now, why)
     previous = state.placement
     placement, state = _seat(state, dp)
+    new: frozenset[str] = frozenset()
+    if previous is not None and placement is not previous:
+        new = frozenset(placement.seats).difference(previous.seats)
     restore = choose(state, found, placement)
     if restore is None:
         return finish(state, 40, f"{why}; no valid checkpoint is left to restore from")
-    fresh: frozenset[str] = frozenset()
-    if previous is not None and placement is not previous:
-        fresh = frozenset(placement.seats).difference(previous.seats)
     generation = state.generation + 1
     idle = tuple(n for n in state.nodes if n not in placement.seats) if len(placement.seats) == 1 else ()
     start = StartGeneration(
@@ -69,17 +69,18 @@ def launch(state: State, found: Usable | None, now: float, why: str) -> Decision
         phase=Phase.STARTING,
         generation=generation,
         placement=placement,
-        fresh=state.fresh | fresh,
+        fresh=state.fresh | new,
         base=restore.step,
         source=restore.generation,
         incident=(),
         avoid=frozenset(),
+        holed=False,
         patient=False,
         until=now + state.config.start_s,
         started_at=now,
         grow_at=None,
     )
-    return state, (start,), f"{why}; {_words(state, previous, placement, restore)}"
+    return state, (start,), f"{why}; {_words(state, previous, placement, new, restore)}"
 
 
 def _seat(state: State, dp: int) -> tuple[Placement, State]:
@@ -93,7 +94,7 @@ def _seat(state: State, dp: int) -> tuple[Placement, State]:
     excess = len(nodes) - wanted
     if len(avoid) > excess:
         avoid = frozenset(sorted(avoid, key=lambda n: (-state.strikes.get(n, 0), n))[:excess])
-    if last is not None and last.dp == dp and not avoid and not state.trial and all(map(nodes.__contains__, previous)):
+    if last is not None and last.dp == dp and not avoid and not state.trial and not state.holed:
         return last, state
     taken = set(previous)
     free = [n for n in nodes if n not in taken and n not in avoid]
@@ -171,6 +172,8 @@ def _holders(state: State, copy: MemoryCopy) -> tuple[str, ...] | None:
     if copy.generation <= state.distrust or (name, copy.step, "") in state.bad:
         return None
     nodes = state.nodes
+    if not state.holed and not state.bad and state.placement is not None and copy.holders is state.placement.seats:
+        return copy.holders
     broken = {node for tier, step, node in state.bad if tier == name and step == copy.step}
     if not broken and all(map(nodes.__contains__, copy.holders)):
         return copy.holders
@@ -193,7 +196,9 @@ def _places(holders: tuple[str, ...], node: str) -> Iterator[int]:
         yield at
 
 
-def _words(state: State, previous: Placement | None, placement: Placement, restore: Restore) -> str:
+def _words(
+    state: State, previous: Placement | None, placement: Placement, new: frozenset[str], restore: Restore
+) -> str:
     """The plan in words."""
     parts = [f"generation {state.generation}"]
     if placement is previous:
@@ -201,11 +206,10 @@ def _words(state: State, previous: Placement | None, placement: Placement, resto
     elif previous is None:
         parts.append(f"dp {placement.dp} on {len(placement.seats)} nodes")
     else:
-        new = sorted(set(placement.seats).difference(previous.seats))
         if placement.dp != previous.dp:
             parts.append(f"dp {previous.dp} -> {placement.dp}")
         if new:
-            parts.append(f"{', '.join(new[:4])}{' and more' if len(new) > 4 else ''} take over")
+            parts.append(f"{', '.join(sorted(new)[:4])}{' and more' if len(new) > 4 else ''} take over")
         elif placement.seats[: len(previous.seats)] == previous.seats[: len(placement.seats)]:
             parts.append("same places")
         else:

@@ -109,7 +109,7 @@ def _lost(state: State, event: ev.NodeLost | ev.AgentLost, now: float) -> Decisi
     nodes = dict(state.nodes)
     del nodes[node]
     seated = state.placed(node)
-    state = but(state, nodes=nodes)
+    state = but(state, nodes=nodes, holed=True)
     if state.alive and seated and failure is not None:
         return _fail(state, failure, now)
     if state.phase is Phase.GATHERING:
@@ -223,7 +223,7 @@ def _step_committed(state: State, event: ev.StepCommitted, _now: float) -> Decis
 def _cordon(state: State, bad: tuple[str, ...], why: str, reason: str) -> Decision:
     nodes = {n: v for n, v in state.nodes.items() if n not in bad}
     cordoned = {**state.cordoned, **dict.fromkeys(bad, why)}
-    state = but(state, nodes=nodes, cordoned=cordoned, lingering=state.lingering.union(bad))
+    state = but(state, nodes=nodes, cordoned=cordoned, lingering=state.lingering.union(bad), holed=True)
     return state, tuple(Cordon(n, why) for n in bad), reason
 
 

@@ -48,6 +48,7 @@ class _Snapshot:
     start: cmd.StartGeneration
     step: int
     published: bool
+    departures: int
 
 
 class _Simulation:
@@ -74,6 +75,7 @@ class _Simulation:
         self.memory: list[_Snapshot] = []
         self.placement: Placement | None = None
         self.left: set[str] = set()
+        self.departures = 0
         self.saved = 0
         self.pending: tuple[int, float] | None = None
 
@@ -195,7 +197,7 @@ class _Simulation:
                 return
             event = ev.GenerationEnded(event.generation, self._halt(), event.asked, event.saved, event.save)
             assert self.start is not None
-            self.memory = [_Snapshot(self.start, event.step, published=True)]
+            self.memory = [_Snapshot(self.start, event.step, published=True, departures=self.departures)]
             self.start, self.cause = None, self.planned
         elif isinstance(event, ev.NonFinite):
             if self.training is not None and self.training.generation == event.generation:
@@ -221,7 +223,7 @@ class _Simulation:
         )
         self.training = _Training(self.start.generation, self.now, base, pace)
         if self.start.rebuild:
-            self.memory = [_Snapshot(self.start, base, published=True)]
+            self.memory = [_Snapshot(self.start, base, published=True, departures=self.departures)]
         for node, kind in sick:
             if kind == "numeric" or node == slow[0]:
                 self._notice(kind, node, 0.99 * pace)
@@ -257,8 +259,10 @@ class _Simulation:
             older = min(step, known // every * every)
             last_published = [s for s in self.memory if s.published][:1]
             if older > run.base:
-                last_published = [_Snapshot(self.start, older, published=True)]
-            self.memory = ([_Snapshot(self.start, step, published=False)] if older < step else []) + last_published
+                last_published = [_Snapshot(self.start, older, published=True, departures=self.departures)]
+            self.memory = (
+                [_Snapshot(self.start, step, published=False, departures=self.departures)] if older < step else []
+            ) + last_published
             if self.state.lingering:
                 self._send(ev.SnapshotPublished(run.generation, older))
         checkpoint = (max(run.base, self.saved) // self.fleet.checkpoint_every + 1) * self.fleet.checkpoint_every
@@ -283,7 +287,7 @@ class _Simulation:
         found = []
         for held in self.memory:
             place = held.start.placement
-            whole = self.left.isdisjoint(place.seats)
+            whole = held.departures == self.departures or self.left.isdisjoint(place.seats)
             second = () if whole or not held.published else held.start.buddies
             if None in second:
                 second = ()
@@ -319,6 +323,7 @@ class _Simulation:
             return
         domain = self.domain.pop(node)
         self.left.add(node)
+        self.departures += 1
         self.nodes.remove(node)
         self.sick.pop(node, None)
         after = self.rng.expovariate(1 / self.fleet.repair_s) if mend else self.costs.agent_s

@@ -144,13 +144,14 @@ class State:
     nodes: usable ones. cordoned: node -> why; lingering: cordoned ones whose agent still holds snapshots.
     strikes: suspicions a node; suspects are the last spares to be used. avoid: nodes to be left out of the next
     placement if there are others. placement: the last one started. fresh: nodes of it that were new to their seat.
-    patient: at the start all wanted nodes are waited for. committed: highest step ever committed. base: step that the
-    generation started from; source: generation that wrote the snapshot it started from. mark: `committed` at the last
-    recovery; idle: recoveries since then. last_mark, repeats: the same failure in a row; streak: last node to blame.
-    bad: copies that could not be used: ("disk" or "memory <generation>", step, node or ""); distrust: memory of
-    generations up to this one is not used. incident: failures since the fence. until: bound of the present phase;
-    wait_until: bound of all waiting for nodes since something last ran. grow_at, retry_at: when to look at growing and
-    at the failed save again. start_s: how long the last start took.
+    holed: nodes left since then, so that seats may be empty. patient: at the start all wanted nodes are waited for.
+    committed: highest step ever committed. base: step that the generation started from; source: generation that wrote
+    the snapshot it started from. mark: `committed` at the last recovery; idle: recoveries since then. last_mark,
+    repeats: the same failure in a row; streak: last node to blame. bad: copies that could not be used: ("disk" or
+    "memory <generation>", step, node or ""); distrust: memory of generations up to this one is not used. incident:
+    failures since the fence. until: bound of the present phase; wait_until: bound of all waiting for nodes since
+    something last ran. grow_at, retry_at: when to look at growing and at the failed save again. start_s: how long the
+    last start took.
     """
 
     config: PolicyConfig
@@ -164,6 +165,7 @@ class State:
     avoid: frozenset[str] = frozenset()
     placement: Placement | None = None
     fresh: frozenset[str] = frozenset()
+    holed: bool = False
     patient: bool = True
     takeover: bool = False
     committed: int = 0
