@@ -41,6 +41,7 @@ from mula_ray.runtime.saves import Saves
 from mula_ray.runtime.view import View
 
 DEADLINE_SPAN_S = 60.0
+HEAD_CHECKS = 3
 
 
 def train(request: TrainRequest) -> int:
@@ -69,11 +70,12 @@ def train(request: TrainRequest) -> int:
         if cluster is not None:
             folder.remember(cluster=str(cluster.folder))
         screen = stack.enter_context(quiet_screen(request.run_dir / "logs" / "driver.log"))
-        code, reason, step = 1, "internal error", 0
+        code, reason, step, head_lost = 1, "internal error", 0, False
         try:
             run = _facts(request, data, folder, faults)
             job = _Job(request, run, folder, screen, cluster, began)
             code, reason, step = job.run(storms)
+            head_lost = job.head_lost
         except MulaError as error:
             code, reason = type(error).exit_code, str(error)
             raise
@@ -84,6 +86,9 @@ def train(request: TrainRequest) -> int:
             write_exit(request.run_dir, code, reason, step)
     if code not in (0, 10):
         print(f"mula-ray: {reason}", file=sys.stderr, flush=True)
+    if head_lost:  # Ray's library would wait for its head, then abort the process
+        sys.stdout.flush()
+        os._exit(code)
     return code
 
 
@@ -130,6 +135,8 @@ class _Job:
         self._view = View(self._out, folder, self._run_start)
         self._conductor: Conductor
         self._signals = 0
+        self.head_lost = False
+        self._over = threading.Event()
         self._prior = folder.last_generation
 
     def run(self, storms: tuple[inject.Storm, ...]) -> tuple[int, str, int]:
@@ -170,11 +177,14 @@ class _Job:
             roster.start()
             self._deadline()
             self._storms(storms)
+            threading.Thread(target=self._watch_head, name="head", daemon=True).start()
             try:
                 code, reason = self._conductor.run()
             finally:
+                self._over.set()
                 roster.close()
-                self._end_agents(roster)
+                if not self.head_lost:
+                    self._end_agents(roster)
                 saves.close()
         step = max(self._view.step, self._conductor.state.committed)
         self._out.events.run_end(self._conductor.state.generation, code=code, reason=reason, step=step)
@@ -257,6 +267,24 @@ class _Job:
         finally:
             for number, old in before.items():
                 signal.signal(number, old)
+
+    def _watch_head(self) -> None:
+        """The head's control service must answer; without it nothing can be decided any more."""
+        import ray
+
+        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        silent = 0
+        while not self._over.wait(1.0):
+            try:
+                socket.create_connection((host, int(port)), timeout=2.0).close()
+                silent = 0
+            except OSError:
+                silent += 1
+            if silent >= HEAD_CHECKS:
+                self.head_lost = True
+                why = f"the head of the Ray cluster ({host}:{port}) is gone; start Ray again and resume"
+                self._conductor.post("event", ev.FatalError(30, why))
+                return
 
     def _deadline(self) -> None:
         if self._request.deadline is None:

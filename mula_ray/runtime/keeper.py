@@ -4,10 +4,11 @@
 
 Drivers connect to its Unix socket in FOLDER; a connection that ends is a driver that is gone, however it went. With no
 driver left for ORPHAN_S seconds, or on request, everything is ended: every Ray process is a descendant (orphans come
-back to the keeper, a subreaper), SIGKILLed and verified. When the keeper itself is killed, the kernel ends the Ray
-servers (PDEATHSIG), and each of those ends what it had started.
+back to the keeper, a subreaper), SIGKILLed and verified. A second process, the guard, waits for nothing but the
+keeper's own end and does the same then.
 
-One Ray node for the head without tiles, NODES with `tile: TILES`. Requests: `hello`, `add-node`, `kill-node NAME`, `end`.
+One Ray node for the head without tiles, NODES with `tile: TILES`. Requests: `hello`, `nodes`, `add-node`,
+`kill-node NAME`, `end`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mula_ray.runtime import wire
-from mula_ray.runtime.osproc import adopt_orphans, descendants, kill_verified
+from mula_ray.runtime.osproc import adopt_orphans, descendants, die_with_parent, kill_verified
 
 OBJECT_STORE_BYTES = 80 << 20
 
@@ -255,11 +256,43 @@ class Keeper:
         os._exit(0)
 
 
+def guard(folder: Path) -> None:
+    """Fork: the child goes on as the keeper; the parent only waits for its end, however it ends, and clears up then.
+
+    Ray's own agents can outlive a killed raylet by a minute (they want to report it first): the kernel's death signals
+    alone are not enough. When the guard itself is killed, the keeper ends everything (SIGTERM by the kernel).
+    """
+    adopt_orphans()
+    me = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        die_with_parent(me, signal.SIGTERM)
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            if os.waitpid(-1, 0)[0] != pid:
+                continue
+        break
+    for _ in range(20):
+        below = descendants(me)
+        if not below:
+            break
+        kill_verified(below, 5.0)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
 def main() -> None:
     """Entry of `python -m`."""
     folder, nodes, tiles, orphan_s = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    guard(folder)
     adopt_orphans()
     keeper = Keeper(folder, nodes, tiles, orphan_s)
     signal.signal(signal.SIGTERM, lambda *_: keeper._ended.set())

@@ -70,7 +70,7 @@ class NodeAgent:
         self._forks: Forks | None = None
         self._store: tuple[Child, tuple[str, int]] | None = None
         self._stores: list[Child] = []
-        self._polled = time.monotonic()
+        self._polled, self._greeting = time.monotonic(), True
         self._stream: NodeStream | None = None
         self._interface = environment.get("GLOO_SOCKET_IFNAME")
         setups = [tile_setup(cluster, tile) for tile in range(cluster.tiles_per_node)]
@@ -99,11 +99,14 @@ class NodeAgent:
         """Ready to start ranks: workers are there, the zygote has imported."""
         import ray
 
-        self._polled = time.monotonic()
-        self._tiles.start(ray.get_runtime_context().current_actor)
-        with self._lock:
-            if self._store is None:
-                self._new_store()
+        self._greeting = True  # this takes seconds, in which nobody polls yet
+        try:
+            self._tiles.start(ray.get_runtime_context().current_actor)
+            with self._lock:
+                if self._store is None:
+                    self._new_store()
+        finally:
+            self._polled, self._greeting = time.monotonic(), False
         count = self._run.config.cluster.tiles_per_node
         ready = time.monotonic() - self._began
         return NodeFacts(self._node, self._host, count, self._peers.address, os.getpid(), ready)
@@ -390,7 +393,7 @@ class NodeAgent:
         ranks_s = min(10.0, orphan_s / 2)
         while True:
             time.sleep(0.25)
-            silent = time.monotonic() - self._polled
+            silent = time.monotonic() - self._polled if not self._greeting else 0.0
             if silent > ranks_s and self._seat is not None:
                 self.fence(self._seat.generation)
             if silent > orphan_s:
