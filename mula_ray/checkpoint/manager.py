@@ -31,6 +31,7 @@ from mula_ray.checkpoint.scan import (
     OURS,
     SLOTS,
     Found,
+    committed_folders,
     ever_committed,
     find_latest,
     names_in,
@@ -118,7 +119,12 @@ class CheckpointManager:
         `deep`: see `find_latest`. A checkpoint that fails in use all the same is passed over after `reject`.
         """
         with self._lock:
-            return find_latest(self.root, self.fs, deep=deep, skip=self._bad)
+            found = find_latest(self.root, self.fs, deep=deep, skip=self._bad)
+            for error in found.rejected if found else ():
+                with contextlib.suppress(DamagedCheckpoint):  # its step may be saved again
+                    path = Path(error.path)
+                    self._bad.add((path.name, read_manifest(path, self.fs).order))
+            return found
 
     def reject(self, found: Found) -> None:
         """Remember that a checkpoint failed in use, so that `latest` passes it over and the next save replaces it."""
@@ -131,7 +137,7 @@ class CheckpointManager:
 
     def has_model(self, step: int) -> bool:
         """Whether `model-<step>` is there already (a replayed step need not save it again)."""
-        return f"model-{step}" in {path.name for path, _ in scan(self.root, self.fs)[0]}
+        return MANIFEST in names_in(self.root / f"model-{step}", self.fs)
 
     def begin(self, step: int, kind: CheckpointKind = "full", replace: bool = False) -> Pending:
         """Make the folder of a new save.
@@ -260,8 +266,7 @@ class CheckpointManager:
         """When space is out: give up the older full checkpoint if the newer one is sound. Whether space was freed."""
         with self._lock:
             self.lease.check()
-            full = [(path, m) for path, m in scan(self.root, self.fs)[0] if m.kind == "full"]
-            full = [(path, m) for path, m in full if path.name not in self._active]
+            full = [(path, m) for path, m in scan(self.root, self.fs, "full")[0] if path.name not in self._active]
             if len(full) < 2 or verify_folder(full[0][0], self.fs):
                 return False
             remove_folder(full[-1][0], self.fs)
@@ -273,9 +278,7 @@ class CheckpointManager:
             return []
         with self._lock:
             self.lease.check()
-            models = [
-                path for path, m in scan(self.root, self.fs)[0] if m.kind == "model" and path.name.startswith("model-")
-            ]
+            models = [path for path in committed_folders(self.root, self.fs) if path.name.startswith("model-")]
             models.sort(key=lambda path: int(path.name.split("-")[1]), reverse=True)
             for path in models[keep:]:
                 remove_folder(path, self.fs)
@@ -283,11 +286,8 @@ class CheckpointManager:
 
     def _free_slot(self, step: int, replace: bool) -> str:
         """The slot that does not hold the newest sound full checkpoint."""
-        full = [
-            (path, m)
-            for path, m in scan(self.root, self.fs)[0]
-            if m.kind == "full" and (path.name, m.order) not in self._bad
-        ]
+        full = scan(self.root, self.fs, "full")[0]
+        full = [(path, m) for path, m in full if (path.name, m.order) not in self._bad]
         if not replace and any(m.facts.step == step for _, m in full):
             raise StoreFailure("committed", self.root, f"a full checkpoint of step {step} is there already")
         held = next((slot_of(path.name) for path, _ in full), SLOTS[1])
@@ -305,6 +305,7 @@ class CheckpointManager:
 
     def _promote(self, folder: Path, target: str) -> None:
         remove_folder(self.root / target, self.fs)
+        self._bad = {bad for bad in self._bad if bad[0] != target}
         try:
             self.fs.rename(folder, self.root / target)
             self.fs.sync_folder(self.root)

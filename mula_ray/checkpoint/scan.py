@@ -27,15 +27,17 @@ class Found:
     rejected: tuple[DamagedCheckpoint, ...] = ()
 
 
-def scan(root: Path, fs: FileSystem | None = None) -> tuple[list[tuple[Path, Manifest]], list[DamagedCheckpoint]]:
-    """Every checkpoint in the folder, newest first, and those whose manifest cannot be trusted. Always re-listed."""
+def scan(
+    root: Path, fs: FileSystem | None = None, kind: CheckpointKind | None = None
+) -> tuple[list[tuple[Path, Manifest]], list[DamagedCheckpoint]]:
+    """Every checkpoint (of a kind), newest first, and those whose manifest cannot be trusted. Always re-listed."""
     fs = fs or RealFileSystem()
     sound, damaged = [], []
-    for name in names_in(root, fs):
-        if not OURS.fullmatch(name) or MANIFEST not in names_in(root / name, fs):
-            continue
+    for folder in committed_folders(root, fs):
+        if kind is not None and not slot_of(folder.name).startswith(kind):
+            continue  # by name: there may be hundreds of models, and their manifests are large
         try:
-            sound.append((root / name, read_manifest(root / name, fs)))
+            sound.append((folder, read_manifest(folder, fs)))
         except DamagedCheckpoint as error:
             damaged.append(error)
     return sorted(sound, key=lambda item: (item[1].order, item[0].name), reverse=True), damaged
@@ -54,7 +56,7 @@ def find_latest(
     `deep`: re-read every byte first, or only manifest, sizes, headers and coverage; None re-reads up to 32 GB (15 s):
     beyond that one process would be too slow, and whoever loads checks every block before use anyway.
     """
-    sound, rejected = scan(root, fs)
+    sound, rejected = scan(root, fs, kind)
     skipped = set(skip)
     for path, manifest in sound:
         if manifest.kind != kind or (path.name, manifest.order) in skipped:

@@ -182,3 +182,20 @@ def test_golden_checkpoint_of_version_1_stays_readable() -> None:
     with CheckpointReader(GOLDEN / "v1" / "model-2") as reader:
         assert reader.verify() == []
         reader.expect(MOE)
+
+
+def test_a_damaged_step_may_be_saved_again(manager: CheckpointManager) -> None:
+    for step in (1, 2):
+        manager.save(facts(step, manager.generation), items(step))
+    file = manager.root / "full-b" / part_name(0)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    fallen = manager.latest()
+    assert fallen is not None
+    assert fallen.manifest.facts.step == 1
+    assert manager.save(facts(2, manager.generation), items(2)) == []
+    assert {(p.name, m.facts.step) for p, m in scan(manager.root)[0]} == {("full-a", 1), ("full-b", 2)}
+    found = manager.latest()
+    assert found is not None
+    assert (found.manifest.facts.step, found.rejected) == (2, ())
