@@ -22,6 +22,8 @@ from mula_ray.data.source import RunData
 from mula_ray.plan.order import SampleOrder, assign, micro_batch_count, share
 from mula_ray.plan.topology import Topology
 
+_PLANNED_STEPS = 32
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -86,12 +88,21 @@ class BatchSource:
         self._train = data.open("train")
         self._held: TokenSet | None = None
         self._order: SampleOrder = data.order
+        self._planned: tuple[int, NDArray[np.int64]] = (0, np.empty((0, 0, 0), dtype=np.int64))
 
     def micro_batches(self, step: int) -> list[Batch]:
         """The micro-batches of a step, equally many on every rank."""
-        numbers = self.part.samples(step)
-        windows = np.where(numbers >= 0, self._order.windows(np.maximum(numbers, 0)), -1)
-        return read_batches(self._train, windows, self.data.context, self.part.document_mask)
+        return read_batches(self._train, self._windows(step), self.data.context, self.part.document_mask)
+
+    def _windows(self, step: int) -> NDArray[np.int64]:
+        """(micro-batches, micro_batch) windows of a step, planned for many steps at once: one costs as much."""
+        first, planned = self._planned
+        if not first <= step < first + len(planned):
+            numbers = np.stack([self.part.samples(at) for at in range(step, step + _PLANNED_STEPS)])
+            planned = np.where(numbers >= 0, self._order.windows(np.maximum(numbers, 0)), -1)
+            first, self._planned = step, (step, planned)
+        found: NDArray[np.int64] = planned[step - first]
+        return found
 
     def eval_batches(self) -> list[Batch]:
         """The held-out micro-batches, the same at every evaluation, equally many on every rank."""
