@@ -117,11 +117,13 @@ def agent_spec(request: LaunchRequest, folder: Path, token: Path) -> AgentSpec:
         token_file=str(token.absolute()) if request.use_token else None,
         hosts=[host.address for host in hosts],
     )
+    # `ray job stop` sends SIGTERM, and SIGKILL three seconds later: too soon for a save
+    patience = {"RAY_JOB_STOP_WAIT_TIME_S": str(round(site.launch.shutdown_s))} if request.job_server else {}
     return AgentSpec(
         folder=str(folder.absolute()),
         hosts=hosts,
         ports=ports_of(site.network, request.job),
-        set=dict(block.set),
+        set={**block.set, **patience},
         unset=block.unset,
         temp_root=site.launch.temp_root,
         job=request.job,
