@@ -209,7 +209,9 @@ class Conductor:
         if link is not None:
             link.call("fence", self._fence, then=partial(self.post, "fenced", node, self._fence))
 
-    def _fence_answer(self, node: str, generation: int, answer: FenceAnswer | None, error: BaseException | None) -> None:
+    def _fence_answer(
+        self, node: str, generation: int, answer: FenceAnswer | None, error: BaseException | None
+    ) -> None:
         if generation != self._fence or node not in self._asked:
             return
         if error is None and answer is not None and not answer.survivors:

@@ -34,7 +34,11 @@ class RankFaults:
         for fault in list(self._faults):
             if fault.number != step:
                 continue
-            if fault.kind in wanted.get(name, ()) or (fault.kind == "hang-collective" and name == "agree") or (name == "data" and (fault.kind == "flip-state" or fault.kind not in _SELF)):
+            if (
+                fault.kind in wanted.get(name, ())
+                or (fault.kind == "hang-collective" and name == "agree")
+                or (name == "data" and (fault.kind == "flip-state" or fault.kind not in _SELF))
+            ):
                 self._play(fault)
 
     def batches(self, step: int, batches: list[MicroBatch]) -> list[MicroBatch]:

@@ -69,7 +69,9 @@ def open_folder(request: TrainRequest, data: RunData) -> RunFolder:
     path, config = request.run_dir, request.loaded.config
     used = path.exists() and any(path.iterdir())
     if request.resume == "never" and used:
-        raise UserError(f"--resume never, but run folder {path} is not empty; choose another --run-dir, or --resume auto")
+        raise UserError(
+            f"--resume never, but run folder {path} is not empty; choose another --run-dir, or --resume auto"
+        )
     if used:
         _refuse_other(path, config)
     try:
@@ -201,9 +203,7 @@ def write_exit(path: Path, code: int, reason: str, step: int) -> None:
         write_atomically(path / "exit.json", json.dumps(body) + "\n")
 
 
-def facts_of(
-    config: RunConfig, data: RunData, run_id: str, step: int, generation: int, topology: Topology
-) -> Facts:
+def facts_of(config: RunConfig, data: RunData, run_id: str, step: int, generation: int, topology: Topology) -> Facts:
     """What a checkpoint of `step` says about its run."""
     batch = config.train.global_batch
     layout = {axis: getattr(topology, axis) for axis in ("world", "dp", "ep", "tp", "pp")}

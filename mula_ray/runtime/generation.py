@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from mula_ray.elastic import commands as cmd
@@ -16,6 +17,9 @@ from mula_ray.runtime.links import Link
 from mula_ray.runtime.messages import RunFacts, SeatSpec
 
 _OWN = re.compile(r"optimizer state of rank (\d+) changed at rest|seen first on rank (\d+)")
+
+
+_Sources = tuple[tuple[int, ...], dict[int, int], dict[int, tuple[str, ...]]]
 
 
 @dataclass
@@ -79,10 +83,7 @@ class Generation:
         """What the agent of a seat is told."""
         command, placement = self._command, self._command.placement
         ranks = tuple(placement.ranks(seat))
-        sources, seats = self._sources(ranks)
-        holders = {
-            s: (self._peers.get(self.restore.holders[s], ""),) for s in set(seats.values()) if s < len(self.restore.holders)
-        }
+        sources, seats, holders = self._sources(ranks)
         buddy = command.buddies[seat] if self._every else None
         return SeatSpec(
             run=self._run,
@@ -106,13 +107,26 @@ class Generation:
         every = self._run.config.elastic.snapshot_every
         return 1 if every == "auto" else every
 
-    def _sources(self, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], dict[int, int]]:
-        """Ranks of the snapshot that a seat reads, and the seat that each had there: the same ones in the same layout."""
+    def _sources(self, ranks: tuple[int, ...]) -> _Sources:
+        """Ranks of the snapshot that a seat reads, the seat that each had there, and who holds that seat's snapshot.
+
+        In the same layout the same ranks; after a change of dp all of them, the same for every seat.
+        """
         if self.restore.tier not in (ev.Tier.OWN, ev.Tier.MEMORY):
-            return (), {}
-        dp = self.restore.dp
-        wanted = ranks if dp == self._command.placement.dp else tuple(range(dp * self._shape.replica))
-        return wanted, {rank: self._shape.seat_of(rank) for rank in wanted}
+            return (), {}, {}
+        return self._origin(ranks) if self.restore.dp == self._command.placement.dp else self._all_sources
+
+    @cached_property
+    def _all_sources(self) -> _Sources:
+        return self._origin(tuple(range(self.restore.dp * self._shape.replica)))
+
+    def _origin(self, ranks: tuple[int, ...]) -> _Sources:
+        seats = {rank: self._shape.seat_of(rank) for rank in ranks}
+        holders = self.restore.holders
+        peers: dict[int, tuple[str, ...]] = {
+            s: (self._peers.get(holders[s], ""),) for s in set(seats.values()) if s < len(holders)
+        }
+        return ranks, seats, peers
 
     def rank_ready(self, rank: int, phases: Mapping[str, float]) -> bool:
         """Whether now all are."""

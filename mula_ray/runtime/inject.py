@@ -111,7 +111,8 @@ def _kind(text: str, name: str) -> Kind:
 
     near = difflib.get_close_matches(name, KINDS, 1)
     raise UserError(
-        f"--inject {text!r}: unknown fault {name!r}" + (f"; did you mean {near[0]}?" if near else f"; one of {', '.join(KINDS)}")
+        f"--inject {text!r}: unknown fault {name!r}"
+        + (f"; did you mean {near[0]}?" if near else f"; one of {', '.join(KINDS)}")
     )
 
 

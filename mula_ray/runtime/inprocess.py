@@ -131,9 +131,7 @@ class _Run:
         self._device = choose_device(config.cluster.device)
         self._control = _Control(request.deadline)
         groups = Groups(topology, 0, None, device=self._device)
-        self._engine = Engine(
-            config, topology, 0, groups, self._device, self._control, init=folder.found is None
-        )
+        self._engine = Engine(config, topology, 0, groups, self._device, self._control, init=folder.found is None)
         if folder.found is not None:
             with CheckpointReader(folder.found.path) as reader:
                 reader.expect(config.model)
@@ -183,8 +181,10 @@ class _Run:
 
     def _finish(self, end: loop.End) -> tuple[int, str, int]:
         self._results(wait=True)
-        reason = f"{self._control.why}: saved at step {end.step}, resumable" if end.asked else (
-            f"all steps are done: step {end.step}"
+        reason = (
+            f"{self._control.why}: saved at step {end.step}, resumable"
+            if end.asked
+            else (f"all steps are done: step {end.step}")
         )
         code = 10 if end.asked else 0
         if self._saved != end.step:

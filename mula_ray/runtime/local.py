@@ -1,8 +1,8 @@
 """A many-node Ray cluster on this machine: started through its keeper, found again by a later driver.
 
-    cluster = LocalCluster.start(nodes=3, tiles=2, orphan_s=30)
-    ... ray.init(cluster.wait_address()) ...
-    cluster.end()
+cluster = LocalCluster.start(nodes=3, tiles=2, orphan_s=30)
+... ray.init(cluster.wait_address()) ...
+cluster.end()
 """
 
 from __future__ import annotations
@@ -61,7 +61,15 @@ class LocalCluster:
                 file.write(secrets.token_hex(32))
             environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
             environment |= {**QUIET, **HEALTH} | auth_variables(str(folder / "token"))
-            command = [sys.executable, "-m", "mula_ray.runtime.keeper", str(folder), str(nodes), str(tiles), str(orphan_s)]
+            command = [
+                sys.executable,
+                "-m",
+                "mula_ray.runtime.keeper",
+                str(folder),
+                str(nodes),
+                str(tiles),
+                str(orphan_s),
+            ]
             log = (folder / "keeper.log").open("wb")
             process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -274,7 +274,9 @@ class NodeAgent:
             for tile in range(len(seat.ranks)):
                 self._tiles.boards[tile].words[word] = value
 
-    def write(self, folder: str, step: int, generation: int, kind: str, fault: str = "") -> tuple[Any, float, list[Any]]:
+    def write(
+        self, folder: str, step: int, generation: int, kind: str, fault: str = ""
+    ) -> tuple[Any, float, list[Any]]:
         """Write this seat's part of a checkpoint from memory, then re-read it: (file entry, seconds, damages).
 
         Raises:

@@ -43,7 +43,15 @@ from mula_ray.train.peak import measure_peak_tflops
 from mula_ray.train.profile import StepProfiler
 
 GROUP_TIMEOUT_S = 600.0
-_PEER_SIGNS = ("closed by peer", "Connection reset", "Broken pipe", "Connection closed", "gloo", "Timed out waiting", "store")
+_PEER_SIGNS = (
+    "closed by peer",
+    "Connection reset",
+    "Broken pipe",
+    "Connection closed",
+    "gloo",
+    "Timed out waiting",
+    "store",
+)
 
 
 class Reports:
@@ -235,7 +243,10 @@ class _Exchange:
         host, port = self._spec.store
         store = TCPStore(host, port, None, False, timedelta(seconds=60), wait_for_workers=False)
         store.set(f"{self._prefix}/exchange/{key}/{self._spec.rank}", mine.hex())
-        return [bytes.fromhex(store.get(f"{self._prefix}/exchange/{key}/{r}").decode()) for r in range(self._spec.topology.world)]
+        return [
+            bytes.fromhex(store.get(f"{self._prefix}/exchange/{key}/{r}").decode())
+            for r in range(self._spec.topology.world)
+        ]
 
 
 def _explain(error: BaseException) -> dict[str, Any]:

@@ -71,7 +71,9 @@ class Tiles:
 
         if any(not self._alive(spec.tile) for spec in specs):
             self.start(self._agent)
-            specs = [spec if spec.board == self.boards[spec.tile].path else _rebased(spec, self.boards) for spec in specs]
+            specs = [
+                spec if spec.board == self.boards[spec.tile].path else _rebased(spec, self.boards) for spec in specs
+            ]
         pids = ray.get([self._workers[spec.tile].start.remote(spec) for spec in specs], timeout=60)
         return {spec.tile: pid for spec, pid in zip(specs, pids, strict=True)}
 

@@ -134,7 +134,10 @@ class View:
                 self._recovered(generation, record.step)
         elif kind == "eval":
             self._out.evaluation(body["record"])
-        elif kind == "ready" and self._recovery is not None:
+        elif kind == "ready":
+            self._out.events.add("rank_ready", generation, rank=body["rank"], node=body["node"], pid=body["pid"])
+            if self._recovery is None:
+                return
             for name, seconds in body["phases"].items():
                 self._recovery.parts[name] = max(seconds, self._recovery.parts.get(name, 0.0))
         elif kind == "copy-failed":
@@ -186,7 +189,9 @@ class View:
 
     def fault(self, fault: Fault) -> None:
         """See `Watcher`."""
-        self._out.events.add("injected", self._stepped, kind=fault.kind, index=fault.index, at=f"{fault.at}={fault.number}")
+        self._out.events.add(
+            "injected", self._stepped, kind=fault.kind, index=fault.index, at=f"{fault.at}={fault.number}"
+        )
         if fault.kind == "kill-driver":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault.kind == "torn-checkpoint":
