@@ -2,7 +2,7 @@
 
     python tests/data/measure_data.py windows
     python tests/data/measure_data.py throughput --mb 150 --tokenizer tokenizer.json [--engine ray]
-    python tests/data/measure_data.py memory --mb 5000 --tokenizer tokenizer.json
+    python tests/data/measure_data.py memory --mb 5000 [--tokenizer tokenizer.json]
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mula_ray.data.corpus import ensure_stdlib, source_files
 from mula_ray.data.inputs import InputRules, Source
@@ -30,16 +31,28 @@ from mula_ray.data.tokenizer import load_tokenizer
 
 
 def make_jsonl(path: Path, megabytes: int) -> None:
-    """Documents of about 2 KB cut from the standard library's sources, in changing order, until there are enough."""
+    """Documents of about 2 KB cut from the standard library's sources at random; beyond 50 MB the same ones again."""
     import sysconfig
 
     text = "".join(f.read_text(errors="replace") for f in source_files(Path(sysconfig.get_paths()["stdlib"])))
-    rng, left = random.Random(0), megabytes * 1_000_000
+    rng, lines, size = random.Random(0), [], 0
+    while size < min(50, megabytes) * 1_000_000:
+        begin = rng.randrange(len(text) - 4000)
+        lines.append(json.dumps({"text": text[begin : begin + rng.randint(200, 4000)]}) + "\n")
+        size += len(lines[-1])
+    whole = "".join(lines)
     with path.open("w") as file:
-        while left > 0:
-            begin = rng.randrange(len(text) - 4000)
-            line = json.dumps({"text": text[begin : begin + rng.randint(200, 4000)]}) + "\n"
-            left -= file.write(line)
+        for _ in range(max(1, megabytes // 50)):
+            file.write(whole)
+
+
+def make_words(path: Path) -> Path:
+    """A tokenizer of a few words, three times as fast as BPE: for measuring memory on gigabytes."""
+    words = ["<|endoftext|>", "[UNK]", "self", "def", "return", "if", "import", "the", "a", "in", "is", "not", "="]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    path.write_text(tokenizer.to_str())
+    return path
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -140,11 +153,12 @@ def children(pid: int) -> list[int]:
     return direct + [below for child in direct for below in children(child)]
 
 
-def memory(megabytes: int, tokenizer: Path) -> None:
+def memory(megabytes: int, tokenizer: Path | None) -> None:
     """Largest anonymous memory while a file is prepared in this process (mapped files are the page cache's)."""
     folder = Path(tempfile.mkdtemp(dir="."))
     try:
         make_jsonl(folder / "in.jsonl", megabytes)
+        tokenizer = tokenizer or make_words(folder / "words.json")
         base, peak, done = resident(os.getpid()), [0], threading.Event()
 
         def watch() -> None:
@@ -173,11 +187,10 @@ def main() -> None:
     if options.what == "windows":
         windows()
         return
-    tokenizer = options.tokenizer or ensure_stdlib() / "tokenizer.json"
     if options.what == "throughput":
-        throughput(options.mb, tokenizer, options.engine)
+        throughput(options.mb, options.tokenizer or ensure_stdlib() / "tokenizer.json", options.engine)
     else:
-        memory(options.mb, tokenizer)
+        memory(options.mb, options.tokenizer)
 
 
 if __name__ == "__main__":
