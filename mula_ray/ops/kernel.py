@@ -95,6 +95,8 @@ def load_kernel() -> ctypes.CDLL:
         raise KernelUnavailable("no C++ compiler (c++, g++, clang++) on the PATH")
     target = _cache_folder() / f"passes-{_fingerprint(compiler)}.so"
     try:
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_shared(target.parent)
         if not target.exists():
             _build(compiler, target)
         return ctypes.CDLL(str(target))
@@ -106,7 +108,6 @@ def load_kernel() -> ctypes.CDLL:
 
 
 def _build(compiler: str, target: Path) -> None:
-    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         fresh = Path(folder) / target.name
         command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(fresh)]
@@ -114,8 +115,14 @@ def _build(compiler: str, target: Path) -> None:
         os.replace(fresh, target)
 
 
+def _refuse_shared(folder: Path) -> None:
+    """Code is loaded from here: nobody else may have put it there."""
+    facts = folder.stat()
+    if facts.st_uid != os.getuid() or facts.st_mode & 0o022:
+        raise KernelUnavailable(f"others can write {folder}, and code is loaded from it; chmod 700 it")
+
+
 def _cache_folder() -> Path:
-    """A folder that only this user can write: code is loaded from it."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mula_ray"
 
 
