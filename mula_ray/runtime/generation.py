@@ -146,7 +146,7 @@ class Generation:
         return next(iter(self._ended.values())) if len(self._ended) == self.world else None
 
     def died(self, kind: str, body: Mapping[str, Any]) -> ev.RankDied | None:
-        """A rank's own words about its error, or its exit as the operating system saw it; None if it explains nothing."""
+        """A rank's own words about its error, or its exit as the system saw it; None if it explains nothing new."""
         rank = body["rank"]
         if kind == "error":
             self._told[rank] = dict(body)
