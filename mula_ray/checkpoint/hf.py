@@ -161,6 +161,7 @@ def _write_shards(
             content[tensor.name] = flat.to(target_dtype).view(tensor.shape)
             where[tensor.name] = name
         save_file(content, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod(0o644)  # the library makes it private
         _sync(folder / name)
         names.append(name)
     if len(shards) > 1:
