@@ -12,7 +12,6 @@ Sides alternate; a figure is the median over the repetitions.
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 import os
 import shutil
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 
+from mula_ray.bench.timing import Row, report, row
 from mula_ray.checkpoint.buffers import host_bytes
 from mula_ray.checkpoint.manager import CheckpointManager
 from mula_ray.checkpoint.reader import CheckpointReader
@@ -37,10 +37,11 @@ NBYTES = 256 << 20
 TENSORS = 20
 REPEATS = 7
 Items = list[tuple[Piece, torch.Tensor]]
-Row = dict[str, Any]
 
 
-def run(cases: Sequence[str] | None = None, folder: Path | None = None, nbytes: int = NBYTES) -> dict[str, Any]:
+def run(
+    cases: Sequence[str] | None = None, folder: Path | None = None, nbytes: int = NBYTES, repeats: int = REPEATS
+) -> dict[str, Any]:
     """The benchmark's JSON object. `folder`: where to write (default: the current folder, as a run would)."""
     wanted = set(cases or ("stall", "write", "load-cold"))
     base = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=folder or Path.cwd()))
@@ -48,20 +49,14 @@ def run(cases: Sequence[str] | None = None, folder: Path | None = None, nbytes: 
     rows: list[Row] = []
     try:
         if "stall" in wanted:
-            rows += _stall(base / "stall", items)
+            rows += _stall(base / "stall", items, repeats)
         if "write" in wanted:
-            rows += _write(base, items)
+            rows += _write(base, items, repeats)
         if "load-cold" in wanted:
-            rows += _load(base, items)
+            rows += _load(base, items, repeats)
     finally:
         shutil.rmtree(base, ignore_errors=True)
-    return {
-        "bench": "checkpoint",
-        "device": "cpu",
-        "threads": torch.get_num_threads(),
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")},
-        "rows": rows,
-    }
+    return report("checkpoint", rows, threads=torch.get_num_threads())
 
 
 def _state(nbytes: int) -> Items:
@@ -76,7 +71,7 @@ def _state(nbytes: int) -> Items:
     return items
 
 
-def _stall(folder: Path, items: Items) -> list[Row]:
+def _stall(folder: Path, items: Items, repeats: int) -> list[Row]:
     folder.mkdir()
     manager = CheckpointManager(folder / "ours", "bench")
     manager.acquire(renew=False)
@@ -85,7 +80,7 @@ def _stall(folder: Path, items: Items) -> list[Row]:
     dcp = _DcpAsync(folder / "dcp", items)
     blocked: dict[str, list[float]] = {"async": [], "sync": [], "dcp-default": [], "dcp-cached": []}
     quiet, beside, step = [], [], 0
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         for mode, saver in savers.items():
             step += 1
             began = time.perf_counter()
@@ -106,11 +101,11 @@ def _stall(folder: Path, items: Items) -> list[Row]:
     median = {name: statistics.median(values[1:]) for name, values in blocked.items()}
     slower = statistics.median(beside) / statistics.median(quiet)
     return [
-        _row("stall", "blocked_s", median["async"], "s", "sync", median["sync"] / median["async"]),
-        _row("stall", "blocked_s", median["async"], "s", "dcp-async",
+        row("stall", "blocked_s", median["async"], "s", "sync", median["sync"] / median["async"]),
+        row("stall", "blocked_s", median["async"], "s", "dcp-async",
              min(median["dcp-default"], median["dcp-cached"]) / median["async"]),
-        _row("stall", "share_of_sync", median["async"] / median["sync"], "", "sync", None),
-        _row("stall", "step_beside_save", slower, "x", "step", 1 / slower),
+        row("stall", "share_of_sync", median["async"] / median["sync"], "", "sync", None),
+        row("stall", "step_beside_save", slower, "x", "step", 1 / slower),
     ]  # fmt: skip
 
 
@@ -162,10 +157,10 @@ def _passed(until: float) -> Callable[[], bool]:
     return lambda: time.perf_counter() > until
 
 
-def _write(folder: Path, items: Items) -> list[Row]:
+def _write(folder: Path, items: Items, repeats: int) -> list[Row]:
     data = host_bytes(torch.cat([tensor for _, tensor in items]), sum(piece.nbytes for piece, _ in items))
     raw, ours = [], []
-    for i in range(REPEATS):
+    for i in range(repeats):
         path = folder / f"raw-{i}"
         os.sync()
         began = time.perf_counter()
@@ -184,10 +179,10 @@ def _write(folder: Path, items: Items) -> list[Row]:
         (folder / entry.name).unlink()
     seconds = statistics.median(ours)
     ratio = statistics.median(raw) / seconds
-    return [_row("write", "gb_per_s", data.nbytes / 1e9 / seconds, "GB/s", "raw-write", ratio)]
+    return [row("write", "gb_per_s", data.nbytes / 1e9 / seconds, "GB/s", "raw-write", ratio)]
 
 
-def _load(folder: Path, items: Items) -> list[Row]:
+def _load(folder: Path, items: Items, repeats: int) -> list[Row]:
     manager = CheckpointManager(folder / "load", "bench")
     manager.acquire(renew=False)
     manager.save(Facts(1, 0, 0, manager.generation, "bench"), items)
@@ -216,7 +211,7 @@ def _load(folder: Path, items: Items) -> list[Row]:
     warm_read: list[float] = []
     warm_load: list[float] = []
     verified: list[float] = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         for times, action, dropped in (
             (cold_read, read, True), (cold_load, load, True), (warm_read, read, False), (warm_load, load, False),
             (verified, verify, False),
@@ -232,9 +227,9 @@ def _load(folder: Path, items: Items) -> list[Row]:
              (("cold", cold_load), ("warm", warm_load), ("verify", verified))}  # fmt: skip
     cold, warm = statistics.median(cold_read), statistics.median(warm_read)
     return [
-        _row("load-cold", "gb_per_s", speed["cold"], "GB/s", "raw-read", cold / statistics.median(cold_load)),
-        _row("load-warm", "gb_per_s", speed["warm"], "GB/s", "raw-read-warm", warm / statistics.median(warm_load)),
-        _row("verify", "gb_per_s", speed["verify"], "GB/s", "raw-read-warm", warm / statistics.median(verified)),
+        row("load-cold", "gb_per_s", speed["cold"], "GB/s", "raw-read", cold / statistics.median(cold_load)),
+        row("load-warm", "gb_per_s", speed["warm"], "GB/s", "raw-read-warm", warm / statistics.median(warm_load)),
+        row("verify", "gb_per_s", speed["verify"], "GB/s", "raw-read-warm", warm / statistics.median(verified)),
     ]
 
 
@@ -243,7 +238,3 @@ def _drop(path: Path) -> None:
     os.fsync(handle)
     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(handle)
-
-
-def _row(case: str, metric: str, value: float, unit: str, against: str, speedup: float | None) -> Row:
-    return {"case": case, "metric": metric, "value": value, "unit": unit, "against": against, "speedup": speedup}
