@@ -141,8 +141,7 @@ def place(shape: Shape, dp: int, previous: Sequence[str], keep: Collection[str],
     """
     wanted = shape.seats(dp)
     seats = list(previous[:wanted])
-    lost = set(seats).difference(keep)
-    holes = sorted(seats.index(node) for node in lost) + list(range(len(seats), wanted))
+    holes = [i for i, node in enumerate(seats) if node not in keep] + list(range(len(seats), wanted))
     seats += [""] * (wanted - len(seats))
     if holes:
         pool = iter([node for node in previous[wanted:] if node in keep])

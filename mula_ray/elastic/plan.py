@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from mula_ray.elastic.commands import Finish, Restore, StartGeneration, Wait
@@ -49,7 +49,7 @@ def launch(state: State, found: Usable | None, now: float, why: str) -> Decision
     placement, state = _seat(state, dp)
     new: frozenset[str] = frozenset()
     if previous is not None and placement is not previous:
-        new = frozenset(placement.seats).difference(previous.seats)
+        new = _newcomers(previous.seats, placement.seats)
     restore = choose(state, found, placement)
     if restore is None:
         return finish(state, 40, f"{why}; no valid checkpoint is left to restore from")
@@ -175,11 +175,11 @@ def _holders(state: State, copy: MemoryCopy) -> tuple[str, ...] | None:
     if not state.holed and not state.bad and state.placement is not None and copy.holders is state.placement.seats:
         return copy.holders
     broken = {node for tier, step, node in state.bad if tier == name and step == copy.step}
-    if not broken and all(map(nodes.__contains__, copy.holders)):
+    gone = [i for i, node in enumerate(copy.holders) if node not in nodes or node in broken]
+    if not gone:
         return copy.holders
-    gone = set(copy.holders).difference(nodes) | broken.intersection(copy.holders)
     holders = list(copy.holders)
-    for seat in [i for node in gone for i in _places(copy.holders, node)]:
+    for seat in gone:
         tries = (holders[seat], copy.spare_holders[seat] if copy.spare_holders else "")
         good = [n for n in tries if (n in nodes or n in state.lingering) and n not in broken]
         if not good:
@@ -188,12 +188,10 @@ def _holders(state: State, copy: MemoryCopy) -> tuple[str, ...] | None:
     return tuple(holders)
 
 
-def _places(holders: tuple[str, ...], node: str) -> Iterator[int]:
-    """Where `node` stands in `holders`."""
-    at = -1
-    for _ in range(holders.count(node)):
-        at = holders.index(node, at + 1)
-        yield at
+def _newcomers(old: tuple[str, ...], new: tuple[str, ...]) -> frozenset[str]:
+    """Nodes of `new` that had no seat in `old`; cheap when most seats did not change."""
+    changed = [b for a, b in zip(old, new, strict=False) if a is not b]
+    return frozenset(node for node in (*changed, *new[len(old) :]) if node not in old)
 
 
 def _words(

@@ -169,7 +169,7 @@ class _Simulation:
         assert self.start is None, "one generation at a time"
         seats = start.placement.seats
         if start.placement is not self.placement:
-            assert self.state.nodes.keys() >= set(seats), "cordoned and lost nodes are never placed"
+            assert all(map(self.state.nodes.__contains__, seats)), "cordoned and lost nodes are never placed"
         self.placement = start.placement
         self.start, self.at = start, start.restore.step
         self.out.generations += 1
@@ -213,8 +213,7 @@ class _Simulation:
         """The generation runs: what was lost until now is booked, the pace is set."""
         assert self.start is not None
         self._book_down()
-        seated = set(self.start.placement.seats) if self.sick else set()
-        sick = [(n, kind) for n, kind in self.sick.items() if n in seated]
+        sick = [(n, kind) for n, kind in self.sick.items() if self._seated(n)]
         pace = self.costs.step_s * self.fleet.rules.dp / self.start.placement.dp
         slow = [n for n, kind in sick if kind == "straggler"]
         pace *= _SLOW if slow else 1.0
