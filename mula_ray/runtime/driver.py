@@ -69,6 +69,8 @@ def train(request: TrainRequest) -> int:
         stack.callback(folder.close)
         if cluster is not None:
             folder.remember(cluster=str(cluster.folder))
+            if earlier is None:  # nodes of a new cluster bear the old names, but are others
+                folder.remember(cordoned=[])
         screen = stack.enter_context(quiet_screen(request.run_dir / "logs" / "driver.log"))
         code, reason, step, head_lost = 1, "internal error", 0, False
         try:
@@ -210,7 +212,7 @@ class _Job:
             disk=folder.disk,
             ever_saved=folder.ever_saved,
             skips=folder.skips,
-            cordoned=folder.cordoned,
+            cordoned=tuple(folder.state.get("cordoned", ())),
         )
 
     def _environment(self) -> dict[str, str]:
