@@ -27,7 +27,7 @@ class RankFailed(AssertionError):
     """A rank raised; the message has its traceback."""
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 100.0) -> list[Any]:
     """Results of `fn(rank, world, port, *args)` on `world` ranks. `fn`, `args`: picklable."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from torch import nn
 
 from mula_ray.config.run import OptimConfig
 from mula_ray.optim.epso import Epso, clip_factor
+from mula_ray.optim.reduce import owned_grad
 from mula_ray.optim.schedule import learning_rate
 from mula_ray.optim.zero1 import zero1_sharding
+from mula_ray.parallel.collectives import all_reduce
 from mula_ray.parallel.groups import Groups
 from mula_ray.parallel.observe import Recorder, first_mismatch
 from mula_ray.plan.layout import LocalParam, ParamSpec
@@ -99,6 +102,40 @@ def test_reduction_runs_behind_backward_in_one_order(overlap: bool) -> None:
         assert rank["norm"] == pytest.approx(norm, rel=1e-5)
         torch.testing.assert_close(rank["weights"], weights, rtol=1e-5, atol=1e-6)
     assert first_mismatch([rank["calls"] for rank in ranks]) is None
+
+
+def partial_sums(rank: int, _world: int, port: int) -> dict[str, Any]:
+    """dp 2 x tp 2: `idle` has partial sums over TP, everything else the same gradient on both TP ranks."""
+    topology = Topology(dp=2, tp=2)
+    groups = Groups.connect(topology, rank, host="127.0.0.1", port=port, prefix="r/0", strict=True)
+    params = [
+        LocalParam(replace(p.spec, tp_partial=p.spec.name == "idle.weight"), p.offset, p.shape) for p in layout()
+    ]
+    tower = Tower()
+    optimizer = Epso([tower], [params], topology, rank, groups, OptimConfig(bucket_mb=0.001))
+    optimizer.initialise(value)
+    optimizer.begin_step()
+    at = topology.coords(rank)
+    for name, param in tower.named_parameters():
+        assert param.grad is not None
+        param.grad.fill_(1.0 + at.dp + (10.0 * (at.tp + 1) if name == "idle.weight" else 0.0))
+    squared = float(all_reduce(optimizer.reduce().reshape(1), groups.control))
+    values = {}
+    family = optimizer.families[0]
+    for segment in family.segments:
+        bucket = family.plan.buckets[segment.bucket]
+        grad = owned_grad(family, bucket, torch.float32)[segment.shard - family.own(bucket)[1].start]
+        values[segment.slot.param.spec.name] = float(grad)
+    return {"squared": squared, "values": values}
+
+
+@pytest.mark.dist
+def test_partial_sums_over_tp_are_added_and_replicas_counted_once() -> None:
+    size = WIDTH * WIDTH
+    for rank in run_ranks(partial_sums, 4):
+        for name, got in rank["values"].items():
+            assert got == (66.0 if name == "idle.weight" else 3.0), name
+        assert rank["squared"] == pytest.approx(size * (66.0**2 + DEPTH * 3.0**2))
 
 
 def test_schedule_warms_up_decays_and_stays() -> None:
