@@ -184,7 +184,7 @@ class HangDetector:
 class Heartbeats:
     """Which agents have fallen silent, by what is usual: O(1) a beat and a check."""
 
-    def __init__(self, floor_s: float = 1.0, factor: float = 6.0) -> None:
+    def __init__(self, floor_s: float = 1.5, factor: float = 8.0) -> None:
         self._last: OrderedDict[str, float] = OrderedDict()
         self._gaps = Gaps()
         self._floor, self._factor = floor_s, factor

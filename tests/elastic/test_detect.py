@@ -165,7 +165,7 @@ def test_silent_agents_are_found_and_late_drivers_forgive() -> None:
             beats.beat(node, now)
         found = beats.silent(now)
     assert found == ["b"]
-    assert now - start < 1.2
+    assert now - start < 1.7
     assert beats.silent(now + 20) == []
     beats.forget("a")
     beats.beat("a", now)
