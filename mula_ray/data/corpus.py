@@ -26,10 +26,12 @@ from mula_ray.data.prepare import run_here, run_job
 
 STDLIB = "stdlib"
 VOCAB_SIZE = 4096
-_LAYOUT = 2
+_LAYOUT = 3
 _SAMPLE_BYTES = 3_000_000
 _HELD_OUT = 0.05
-_LEAVE_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__", "lib2to3"})
+_LEAVE_OUT = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__", "lib2to3", "encodings", "pydoc_data"}
+)
 
 
 def default_cache() -> Path:
@@ -38,7 +40,7 @@ def default_cache() -> Path:
 
 
 def source_files(root: Path) -> list[Path]:
-    """Source files of the standard library, sorted; tests, installed packages and generated caches left out."""
+    """Source files of the standard library, sorted; tests, installed packages and generated tables left out."""
     found = (path for path in root.rglob("*.py") if not _LEAVE_OUT.intersection(path.relative_to(root).parts))
     return sorted(path for path in found if path.is_file())
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from mula_ray.config.errors import UserError
@@ -125,6 +126,7 @@ class TokenSet:
         self._entries = manifest.splits[split]
         self._starts = np.cumsum([0, *(entry.tokens for entry in self._entries)], dtype=np.int64)
         self._shards: dict[int, Shard] = {}
+        self._views: dict[tuple[int, int], NDArray[Any]] = {}
 
     @classmethod
     def open(cls, path: Path | str, split: Split = "train") -> TokenSet:
@@ -190,11 +192,26 @@ class TokenSet:
         out = np.empty((len(indices), context + 1), dtype=np.int32)
         begins = np.asarray(indices, dtype=np.int64) * context
         numbers = np.searchsorted(self._starts, begins, side="right") - 1
-        for row, (begin, number) in enumerate(zip(begins.tolist(), numbers.tolist(), strict=True)):
-            self._copy(out[row], begin, number)
-        if out.size and int(out.max()) >= self.vocab_size:
+        whole = begins + context < self._starts[np.minimum(numbers + 1, len(self._entries))]
+        highest = 0
+        for number in set(numbers[whole].tolist()):
+            rows = np.flatnonzero(whole & (numbers == number))
+            found = self._rolling(number, context)[begins[rows] - self._starts[number]]
+            highest = max(highest, int(found.max()))
+            out[rows] = found
+        for row in np.flatnonzero(~whole).tolist():
+            self._copy(out[row], int(begins[row]), int(numbers[row]))
+            highest = max(highest, int(out[row].max()))
+        if highest >= self.vocab_size:
             self._name_bad_id(out, numbers)
         return out
+
+    def _rolling(self, number: int, context: int) -> NDArray[Any]:
+        """(positions, S + 1) view of a shard: row p is the window that starts at token p."""
+        key = (number, context)
+        if key not in self._views:
+            self._views[key] = sliding_window_view(self._shard(number).values, context + 1)
+        return self._views[key]
 
     def _copy(self, out: I32, begin: int, number: int) -> None:
         """Fill `out` from stream position `begin`, which lies in shard `number`, over as many shards as it takes."""

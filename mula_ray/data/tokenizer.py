@@ -15,7 +15,7 @@ from mula_ray.config.errors import UserError
 
 EOS = "<|endoftext|>"
 _EOS_NAMES = (EOS, "</s>", "<|end_of_text|>", "<eos>", "<|end_of_document|>")
-PIECE_CHARS = 1 << 20
+PIECE_CHARS = 1 << 18
 """A longer text is encoded piece by piece: an encoding takes over a hundred bytes a token while it lives."""
 
 
@@ -107,7 +107,7 @@ def _cut(text: str, begin: int, end: int) -> int:
 class Encoder:
     """Texts to token ids, a bounded amount of text at a time."""
 
-    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype[Any], *, batch_chars: int = 2 * PIECE_CHARS) -> None:
+    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype[Any], *, batch_chars: int = 8 * PIECE_CHARS) -> None:
         self._tokenizer = tokenizer
         self._dtype = dtype
         self._batch_chars = batch_chars
