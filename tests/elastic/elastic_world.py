@@ -114,6 +114,19 @@ class World:
             self.join(f"n{i}", f"rack{i // 4}")
         self.send(ev.RosterComplete())
 
+    def restart(self) -> None:
+        """The driver dies with its ranks; another takes over what the agents hold."""
+        committed, self.step = max(self.state.committed, 0), 0
+        facts = {"generation": self.state.generation, "committed": committed, "skips": self.state.skips}
+        self.state = initial(self.rules)
+        self.alive, self.ready, self.fence, self.asked = None, False, None, None
+        disk = tuple(self.disk)
+        cordoned = tuple(sorted(self.cordoned))
+        self.send(ev.DriverStarted(takeover=True, disk=disk, ever_saved=bool(disk), cordoned=cordoned, **facts))
+        for node in sorted(self.nodes):
+            self.join(node)
+        self.send(ev.RosterComplete())
+
     def join(self, node: str, domain: str = "") -> None:
         self.nodes.setdefault(node, [])
         self.send(ev.NodeJoined(node, self.rules.shape.tiles_per_node, domain))

@@ -79,6 +79,18 @@ class Machine(RuleBasedStateMachine):
     # -- faults
 
     @precondition(lambda self: not self.over())
+    @rule()
+    def driver_dies(self) -> None:
+        self.world.restart()
+
+    @precondition(lambda self: not self.over() and self.world.state.stop is None)
+    @rule(seconds=st.sampled_from([0.0, 5.0, 1000.0, float("inf")]), chance=st.integers(0, 5))
+    def asked_to_stop(self, seconds: float, chance: int) -> None:
+        if chance == 0:  # it ends most runs: not often
+            end = self.world.now + seconds
+            self.world.send(ev.StopRequested("SIGTERM") if end == float("inf") else ev.DeadlineNear(end))
+
+    @precondition(lambda self: not self.over())
     @rule(data=st.data())
     def lose_node(self, data: st.DataObject) -> None:
         self.world.lose(data.draw(st.sampled_from([*self.nodes(), "unknown"])))
@@ -101,7 +113,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: not self.over())
     @rule(
         kind=st.sampled_from(
-            ["signal", "error", "peer", "hung", "silent", "loss", "damaged", "worker", "slow", "overdue"]
+            ["signal", "error", "peer", "hung", "silent", "loss", "grad", "damaged", "worker", "slow", "overdue"]
         ),
         rank=st.integers(0, 11),
         stale=st.booleans(),
@@ -118,6 +130,8 @@ class Machine(RuleBasedStateMachine):
                 event = ev.RankHung(generation, step)
             case "loss":
                 event = ev.NonFinite(generation, step, (rank,))
+            case "grad":
+                event = ev.NonFinite(generation, step, (), "gradient")
             case "damaged":
                 event = ev.StateDamaged(generation, step, (rank,))
             case "worker":
@@ -174,6 +188,8 @@ class Machine(RuleBasedStateMachine):
         if self.over():
             return
         world = self.world
+        if world.state.stop is not None:
+            return
         for i in range(self.rules.shape.seats(self.rules.dp)):
             if world.finish is None:
                 world.join(f"fresh{i}")
