@@ -52,8 +52,8 @@ def configuration(model: str, case: str) -> RunConfig:
     sets = [
         f"train.steps={steps}",
         f"train.seed={seed}",
-        f"train.eval_every={steps // 15}",
-        "train.eval_samples=256",
+        f"train.eval_every={steps // 6}",
+        "train.eval_samples=128",
         f"optim.warmup_steps={min(50, steps // 8)}",
     ]
     return load(model, sets).config
