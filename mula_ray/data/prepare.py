@@ -14,9 +14,12 @@ The result is a function of the input files, their order, and the settings: not 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import os
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -132,11 +135,42 @@ def _tokenize(job: Job, spread: Spread, report: Callable[[Progress], None]) -> l
     done, tokens = sum(r.bytes for r in results.values()), sum(r.tokens for r in results.values())
     report(Progress("tokenize", done, total, tokens))
     missing = [item for item in job.items if item.number not in results]
-    for result in spread(job, "tokenize", missing):
-        results[result.number] = result
-        done, tokens = done + result.bytes, tokens + result.tokens
-        report(Progress("tokenize", done, total, tokens))
+    with _watched(job, missing, lambda part: report(Progress("tokenize", min(total, done + part), total, tokens))):
+        for result in spread(job, "tokenize", missing):
+            results[result.number] = result
+            done, tokens = done + result.bytes, tokens + result.tokens
+    report(Progress("tokenize", done, total, tokens))
     return [results[item.number] for item in job.items]
+
+
+@contextlib.contextmanager
+def _watched(job: Job, items: Sequence[Item], tell: Callable[[int], None]) -> Iterator[None]:
+    """Tell every second about how many bytes of unfinished items are done, by the blocks in the working folder.
+
+    One packed file may be an item of an hour. Where the blocks come from, another process or node, does not matter.
+    """
+    sizes = {f"{item.number:06d}": item.bytes for item in items}
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.wait(1.0):
+            blocks: Counter[str] = Counter()
+            ended = set()
+            for name in os.listdir(job.work):
+                if name.startswith("block-"):
+                    blocks[name[6:12]] += 1
+                elif name.startswith("item-"):
+                    ended.add(name[5:11])
+            going = ((key, count) for key, count in blocks.items() if key not in ended)
+            tell(sum(min(sizes.get(key, 0), count * job.block_bytes // 2) for key, count in going))
+
+    thread = threading.Thread(target=look, name="prepare-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def _read_result(job: Job, item: Item) -> ItemResult | None:
