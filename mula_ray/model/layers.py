@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mula_ray.config.model import ModelConfig
+from mula_ray.ops.elementwise import rms_norm, rotate_pairs
 
 Region = Callable[..., Tensor]
 """How a part of a layer is run: `region(fn, *tensors)` returns `fn(*tensors)`, perhaps computing it again later."""
@@ -35,8 +36,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim of x (..., width)."""
-        normed = F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
-        return self.weight * normed.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -82,9 +82,7 @@ class Rope:
 
     def rotate(self, x_BNSD: Tensor) -> Tensor:
         """Rotate each pair (x[i], x[i + D/2]) of a head by its position's angle, in fp32."""
-        first, second = x_BNSD.float().chunk(2, dim=-1)
-        rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
-        return torch.cat(rotated, dim=-1).to(x_BNSD.dtype)
+        return rotate_pairs(x_BNSD, self.cos, self.sin)
 
 
 class Attention(nn.Module):
