@@ -1,6 +1,6 @@
 """`mula-ray bench recovery`: from a failure to the next committed step, against what Ray Train and torchrun do.
 
-The same model, engine and loop everywhere: 2 nodes x 2 tiles (and a spare node), EP 2 x DP 2. The harness kills (or stops)
+The same model, engine and loop everywhere: 2 nodes x 2 tiles (and a spare node), EP 2 x DP 2. It kills (or stops)
 a rank process, or a whole node, from outside and waits for the next line of `metrics.jsonl` of a newer start of the
 ranks. What is reported is that time less a step's own (median of the undisturbed steps); p99 is the largest for fewer
 than 100 failures. Baselines restart from checkpoints on disk, every 5 steps.

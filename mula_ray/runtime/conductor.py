@@ -1,7 +1,7 @@
 """The driver's loop: takes what happens, asks the policy, carries out its commands. Knows nothing of recovery itself.
 
-One thread; everything else (agents' answers, saves, signals, new nodes) comes through one queue. `Link` is all it sees of
-an agent, so that it runs the same against fakes. Traffic is O(nodes): one outstanding poll an agent.
+One thread; everything else (agents' answers, saves, signals, new nodes) comes through one queue. `Link` is all it sees
+of an agent, so that it runs the same against fakes. Traffic is O(nodes): one outstanding poll an agent.
 """
 
 from __future__ import annotations
@@ -12,49 +12,28 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from mula_ray.elastic import commands as cmd
 from mula_ray.elastic import events as ev
 from mula_ray.elastic.hang import HangDetector, Heartbeats
 from mula_ray.elastic.memory import usable_memory
 from mula_ray.elastic.policy import decide, notable
-from mula_ray.elastic.state import Phase, PolicyConfig, State, initial
+from mula_ray.elastic.state import Phase, PolicyConfig, initial
 from mula_ray.elastic.straggler import Windows
 from mula_ray.runtime.board import STOP_DISK, STOP_MEMORY
+from mula_ray.runtime.fencing import Fencing
 from mula_ray.runtime.generation import Generation, Trouble
 from mula_ray.runtime.inject import Fault
 from mula_ray.runtime.links import Link, loss_of
 from mula_ray.runtime.messages import FenceAnswer, Report, RunFacts
 from mula_ray.runtime.saves import Saved, Saves
+from mula_ray.runtime.strikes import strike
+from mula_ray.runtime.watcher import Watcher
 
 BEAT_S = 0.1
 CHECK_S = 0.05
 _UNREACHABLE_S = 0.3
-
-
-class Watcher(Protocol):
-    """Who wants to know: `view.View`; fakes in tests."""
-
-    def decided(self, state: State, event: ev.Event, commands: tuple[cmd.Command, ...], reason: str) -> None:
-        """The policy decided."""
-        ...
-
-    def news(self, kind: str, generation: int, body: dict[str, Any]) -> None:
-        """A rank or agent reported something for the person."""
-        ...
-
-    def saved(self, saved: Saved) -> None:
-        """A save ended."""
-        ...
-
-    def generation_begins(self, generation: int) -> None:
-        """Before anything of it is started: it must be on record."""
-        ...
-
-    def fault(self, fault: Fault) -> None:
-        """A rehearsed fault is played; those of the driver itself are played here."""
-        ...
 
 
 class Conductor:
@@ -78,17 +57,29 @@ class Conductor:
         self._hang = HangDetector()
         self._hearts = Heartbeats()
         self._windows = Windows()
-        self._fence: int | None = None
-        self._answers: dict[str, FenceAnswer] = {}
-        self._asked: set[str] = set()
+        self._fence = Fencing(self.post)
         self._doubt: dict[str, float] = {}
         self.generation: Generation | None = None
         self._dismiss: dict[str, int] = {}
         self._fired: set[int] = set()
+        self._owes_save = False
         self._result: tuple[int, str] | None = None
         self._checked = 0.0
         self._timers: list[tuple[float, tuple[Any, ...]]] = []
         self.busy_s = 0.0
+        self._handlers: dict[str, Callable[..., None]] = {
+            "report": self._report,
+            "fenced": self._fence_answer,
+            "fence-again": lambda node: self._fence.ask(node, self.links),
+            "started": self._start_answer,
+            "joined": self._joined,
+            "roster": lambda: self.feed(ev.RosterComplete()),
+            "event": self.feed,
+            "saved": self._saved,
+            "poll": self._poll,
+            "strike": self._strike,
+            "trouble": self._flush_trouble,
+        }
 
     # ---- from outside (any thread) ---------------------------------------------------------------------------------
 
@@ -136,29 +127,9 @@ class Conductor:
             self.feed(ev.RankHung(self.generation.number, hang.step, hang.ranks, hang.detail))
 
     def _take(self, item: tuple[Any, ...]) -> None:
-        kind = item[0]
-        if kind == "report":
-            self._report(*item[1:])
-        elif kind == "fenced":
-            self._fence_answer(*item[1:])
-        elif kind == "started":
-            self._start_answer(*item[1:])
-        elif kind == "joined":
-            self._joined(item[1])
-        elif kind == "roster":
-            self.feed(ev.RosterComplete())
-        elif kind == "event":
-            self.feed(item[1])
-        elif kind == "saved":
-            self._saved(item[1])
-        elif kind == "poll":
-            self._poll(item[1])
-        elif kind == "fence-again":
-            self._ask_fence(item[1])
-        elif kind == "strike":
-            self._strike(item[1])
-        elif kind == "trouble":
-            self._flush_trouble(item[1])
+        handler = self._handlers.get(item[0])
+        if handler is not None:
+            handler(*item[1:])
 
     def feed(self, event: ev.Event) -> None:
         """Ask the policy, carry out what it says."""
@@ -196,35 +167,25 @@ class Conductor:
 
     def _begin_fence(self, generation: int) -> None:
         self._hang.end()
-        self._fence, self._answers = generation, {}
         if self.saves is not None:
             self.saves.fence()
-        self._asked = set(self.links)
-        for node in list(self.links):
-            self._ask_fence(node)
+        self._fence.begin(generation, self.links)
         self._fence_done()
-
-    def _ask_fence(self, node: str) -> None:
-        link = self.links.get(node)
-        if link is not None:
-            link.call("fence", self._fence, then=partial(self.post, "fenced", node, self._fence))
 
     def _fence_answer(
         self, node: str, generation: int, answer: FenceAnswer | None, error: BaseException | None
     ) -> None:
-        if generation != self._fence or node not in self._asked:
+        if not self._fence.expects(node, generation):
             return
-        if error is None and answer is not None and not answer.survivors:
-            self._answers[node] = answer
+        if error is not None:
+            self._doubted(node, error, ("fence-again", node))
+        elif answer is not None and answer.survivors:
+            self._agent_lost(node, f"its ranks {answer.survivors} could not be ended")
+        elif answer is not None:
+            self._fence.answers[node] = answer
             self._doubt.pop(node, None)
             self._hearts.beat(node, self._clock())
             self._fence_done()
-            return
-        if error is None:
-            assert answer is not None
-            self._agent_lost(node, f"its ranks {answer.survivors} could not be ended")
-            return
-        self._doubted(node, error, ("fence-again", node))
 
     def _doubted(self, node: str, error: BaseException, again: tuple[Any, ...]) -> None:
         """A call failed: dead is a fact; unreachable becomes one when it lasts while everybody waits for it."""
@@ -232,7 +193,7 @@ class Conductor:
         now = self._clock()
         since = self._doubt.setdefault(node, now)
         text = str(error).strip().splitlines()[0][:200] if str(error) else ""
-        if loss == "dead" or (loss == "unreachable" and self._fence is not None and now - since > _UNREACHABLE_S):
+        if loss == "dead" or (loss == "unreachable" and self._fence.under_way and now - since > _UNREACHABLE_S):
             self._agent_lost(node, f"its agent is {'gone' if loss == 'dead' else 'unreachable'}")
         elif loss == "error":
             self._agent_lost(node, f"its agent failed: {type(error).__name__}: {text}")
@@ -242,16 +203,14 @@ class Conductor:
             self._timers.append((now + 0.05, ("fence-again", node)))
 
     def _fence_done(self) -> None:
-        if self._fence is None or not self._asked <= set(self._answers):
-            return
-        generation, self._fence = self._fence, None
-        self._doubt.clear()
-        holdings = {node: answer.holdings for node, answer in self._answers.items()}
-        self.feed(ev.Fenced(generation, usable_memory(self.state.config.shape, holdings)))
+        generation = self._fence.finished()
+        if generation is not None:
+            self._doubt.clear()
+            self.feed(ev.Fenced(generation, usable_memory(self.state.config.shape, self._fence.holdings())))
 
     def _start(self, command: cmd.StartGeneration) -> None:
         self._watcher.generation_begins(command.generation)
-        stores = {node: answer.store for node, answer in self._answers.items()}
+        stores = {node: answer.store for node, answer in self._fence.answers.items()}
         faults = tuple(f for f in self.run_facts.faults if f.serial not in self._fired)
         generation = Generation(
             replace(self.run_facts, faults=faults), command, self.links, stores, self._clock(), self.state.config.shape
@@ -287,9 +246,7 @@ class Conductor:
         link.call("fence", self.state.generation if not self.state.alive else self.state.generation - 1)
         self._poll(node)
         self.feed(ev.NodeJoined(node, link.tiles, link.domain))
-        if self._fence is not None and node not in self._asked:
-            self._asked.add(node)
-            self._ask_fence(node)
+        self._fence.include(node, self.links)
 
     def _agent_lost(self, node: str, why: str) -> None:
         link = self.links.pop(node, None)
@@ -300,10 +257,8 @@ class Conductor:
         link.kill()
         self._lost_node(node, 1.0 if node not in self._dismiss else 1e9)
         self.feed(ev.AgentLost(node, why))
-        if self._fence is not None:
-            self._asked.discard(node)
-            self._answers.pop(node, None)
-            self._fence_done()
+        self._fence.drop(node)
+        self._fence_done()
 
     def _poll(self, node: str) -> None:
         link = self.links.get(node)
@@ -321,7 +276,7 @@ class Conductor:
         assert report is not None
         now = self._clock()
         self._hearts.beat(node, now)
-        if self._fence is None:
+        if not self._fence.under_way:
             self._doubt.pop(node, None)
         self._cursors[node] = report.cursor
         self._poll(node)
@@ -332,7 +287,7 @@ class Conductor:
             # Until every seat has started its ranks, those that wait for the others are no hang.
             if generation is not None and not generation.unstarted:
                 self._hang.pulse(report.pulse, now)
-            if generation is not None and report.pulse.generation == generation.number and self._fence is None:
+            if generation is not None and report.pulse.generation == generation.number and not self._fence.under_way:
                 self._progress(generation, node, report)
 
     def _progress(self, generation: Generation, node: str, report: Report) -> None:
@@ -382,6 +337,9 @@ class Conductor:
     def _rank_news(self, generation: Generation, kind: str, body: dict[str, Any]) -> None:
         if kind == "ready" and generation.rank_ready(body["rank"], body["phases"]):
             self.feed(ev.GenerationReady(generation.number, generation.restore.step))
+            if self._owes_save:
+                self._owes_save = False
+                self._tell_seats("ask_save", generation.number, generation.save_step())
         elif kind == "ended" and generation.rank_ended(body["rank"], body["step"], body["asked"]):
             self._maybe_ended()
         elif kind in ("error", "exit"):
@@ -424,6 +382,8 @@ class Conductor:
             self.feed(ev.StorageFailed(saved.step, saved.why, saved.no_space))
         elif "already" in saved.why and self.generation is not None and saved.kind == "full":
             self.generation.saved_step = max(self.generation.saved_step, saved.step)
+        else:
+            self._owes_save = self._owes_save or saved.kind == "full"
         self._maybe_ended()
 
     # ---- rehearsals ------------------------------------------------------------------------------------------------
@@ -434,20 +394,11 @@ class Conductor:
 
     def _strike(self, fault: Fault) -> None:
         """Play what a rank cannot play on itself."""
-        generation = self.generation
         self._watcher.fault(fault)
         if fault.kind == "disk-full" and self.saves is not None:
             self.saves.fault = "disk-full"
-        if generation is None:
-            return
-        if fault.kind in ("kill-agent", "kill-node", "cut-node"):
-            link = generation.seats.get(fault.index % max(1, len(generation.seats)))
-            if link is not None:
-                link.call("strike", fault.kind, 0)
-        elif fault.kind == "kill-actor" or fault.at == "now":
-            link, tile = generation.locate(fault.index % generation.world)
-            if link is not None:
-                link.call("strike", fault.kind, tile)
+        if self.generation is not None:
+            strike(self.generation, fault)
 
     @property
     def phase(self) -> Phase:

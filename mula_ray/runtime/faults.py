@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mula_ray.parallel.executor import MicroBatch
-from mula_ray.runtime.inject import Fault
+from mula_ray.runtime.inject import KINDS, Fault
 
 _SELF = {"kill-rank", "freeze-rank", "spin-rank", "hang-collective", "nan-loss", "nan-grad", "flip-state", "slow-rank"}
 
@@ -25,6 +25,11 @@ class RankFaults:
         self._engine, self._tell = engine, tell
         self._slow: Fault | None = None
         self._began = 0.0
+        self._rank = rank
+
+    def now(self, code: int, step: int) -> None:
+        """A storm's fault came over the board: play it in `step`, the one that begins."""
+        self._faults.append(Fault(KINDS[code - 1], self._rank, "step", step, serial=-1))
 
     def phase(self, name: str, step: int) -> None:
         """A phase of `step` begins."""

@@ -78,7 +78,7 @@ class Child:
 
 
 class Forks:
-    """A connection to a zygote. `on_exit(child)` is called on the reader thread; `on_lost()` when the zygote is gone."""
+    """A connection to a zygote; `on_exit(child)` and `on_lost()` (it is gone) are called on the reader thread."""
 
     def __init__(
         self, address: str, on_exit: Callable[[Child], None], on_lost: Callable[[], None] = lambda: None

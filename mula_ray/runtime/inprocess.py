@@ -1,6 +1,6 @@
 """`mula-ray train --in-process`: the same engine and loop in this process, with no Ray and no other rank.
 
-Faults that only one process can play are played: the run then ends as a failed one would (there is nobody to recover it).
+Faults that one process can play are played: the run then ends as a failed one would (there is nobody to recover it).
 """
 
 from __future__ import annotations

@@ -29,10 +29,11 @@ from mula_ray.runtime import wire
 from mula_ray.runtime.osproc import adopt_orphans, descendants, die_with_parent, kill_verified
 
 OBJECT_STORE_BYTES = 80 << 20
+ADD_TRIES = 3
 
 
 class _Starter:
-    """Runs `work` on a thread that then stays: the kernel ends what a thread started (PDEATHSIG) when the *thread* ends."""
+    """Runs `work` on a thread that then stays: what a thread started dies (PDEATHSIG) when that *thread* ends."""
 
     def __init__(self, work: Callable[[], Any], tell: threading.Event | None = None) -> None:
         self.error: BaseException | None = None
@@ -102,11 +103,22 @@ class RayNodes:
         Head(self._params("head", None, {}), head=True, shutdown_at_exit=False, spawn_reaper=True)
 
     def _add(self) -> str:
+        """Ray gives a node 30 s to come up, which a crowded machine may not grant: tried again."""
+        for left in range(ADD_TRIES - 1, -1, -1):
+            with self._lock:
+                name = f"n{self._count}"
+                self._count += 1
+            try:
+                return self._add_as(name)
+            except Exception:
+                kill_verified(_running_with(f"{name}.r"))
+                if not left:
+                    raise
+        raise AssertionError("not reached")
+
+    def _add_as(self, name: str) -> str:
         from ray._private.node import Node
 
-        with self._lock:
-            name = f"n{self._count}"
-            self._count += 1
         params = self._params(name, self.address, {"tile": self._tiles})
         node = Node(params, head=False, shutdown_at_exit=False, spawn_reaper=True)
         self.nodes[name] = node
@@ -130,8 +142,8 @@ class RayNodes:
             dashboard_agent_listen_port=None if address else 0,
             min_worker_port=0,
             max_worker_port=0,
-            plasma_store_socket_name=str(self._folder / f"{name}.p"),
-            raylet_socket_name=str(self._folder / f"{name}.r"),
+            plasma_store_socket_name=str(self._folder / "ray" / f"{name}.p"),
+            raylet_socket_name=str(self._folder / "ray" / f"{name}.r"),
         )
 
     def kill(self, name: str) -> None:
@@ -142,6 +154,16 @@ class RayNodes:
         kill_verified([*pids, *(below for pid in pids for below in descendants(pid))])
         for process in raylets:
             process.wait()
+
+
+def _running_with(text: str) -> list[int]:
+    """Our descendants with `text` in their command lines."""
+    found = []
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            if text.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
 
 
 class Keeper:

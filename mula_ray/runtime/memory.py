@@ -46,7 +46,7 @@ class NodeMemory:
     def __init__(self, tiles: int, shape: Shape) -> None:
         self._shape = shape
         self.own = [Shelf(f"own{tile}", OWN_SLOTS) for tile in range(tiles)]
-        self.models = [Shelf(f"model{tile}", 1) for tile in range(tiles)]
+        self.models = [Shelf(f"save{tile}", 2) for tile in range(tiles)]
         self._copies: dict[int, Shelf] = {}
         self._fetched: dict[int, Shelf] = {}
         self._lock = threading.Lock()
@@ -132,6 +132,14 @@ class NodeMemory:
                 if all(i.generation < keep_generation for i in shelf.buffer.infos() if i.complete):
                     del self._copies[rank]
                     shelf.close()
+
+    def saved(self, tile: int, step: int, kind: str, generation: int | None = None) -> tuple[Shelf, SlotInfo] | None:
+        """What the rank of a tile put aside for a save: its share where ranks hold the same state, else a snapshot."""
+        for shelf in (self.models[tile], self.own[tile]):
+            info = shelf.buffer.find(step, generation)
+            if info is not None and _meta(shelf, info).get("what", "full") == kind:
+                return shelf, info
+        return None
 
     def unpin_all(self) -> None:
         """No save is under way any more."""

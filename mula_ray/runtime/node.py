@@ -1,8 +1,8 @@
 """The agent of a node: owns its tiles' workers, the node's in-memory snapshots, and the word to the driver.
 
-One detached Ray actor a node and run. The driver fences, starts, polls; ranks report to the hub. Everything the driver
-gets to know travels in the answer to its poll, so that its traffic is O(nodes). When no driver polls, the agent ends its
-ranks within a bound but keeps their snapshots for `elastic.orphan_s`, then it ends itself.
+One detached Ray actor a node and run. The driver fences, starts, polls; ranks report to the hub. All that the driver
+gets to know travels in the answers to its polls, so that its traffic is O(nodes). When no driver polls, the agent ends
+its ranks within a bound but keeps their snapshots for `elastic.orphan_s`, then it ends itself.
 """
 
 from __future__ import annotations
@@ -16,29 +16,26 @@ from pathlib import Path
 from typing import Any
 
 from mula_ray.checkpoint.failures import StoreFailure
-from mula_ray.checkpoint.store import part_name
-from mula_ray.checkpoint.writer import Source as WriteSource
 from mula_ray.checkpoint.writer import WriterProcess
 from mula_ray.config.environment import tile_setup
 from mula_ray.data.batches import Share
 from mula_ray.data.ring import RingSpec
 from mula_ray.elastic.placement import Shape
 from mula_ray.runtime import wire
-from mula_ray.runtime.board import COPIED, INJECT, SAVE, STOP, Board
+from mula_ray.runtime.board import COPIED, INJECT, SAVE, STOP
 from mula_ray.runtime.forks import Child, Forks, ZygoteProcess
 from mula_ray.runtime.hub import Hub
+from mula_ray.runtime.inject import KINDS, Fault
 from mula_ray.runtime.jobs import StoreJob
 from mula_ray.runtime.memory import NodeMemory
 from mula_ray.runtime.messages import FenceAnswer, News, NodeFacts, RankSpec, Report, RunFacts, SeatSpec
 from mula_ray.runtime.osproc import descendants, die_with_parent
+from mula_ray.runtime.parts import Part, write_part_of
 from mula_ray.runtime.peers import PeerLink, PeerServer
 from mula_ray.runtime.pulse import PulseTaker
 from mula_ray.runtime.stream import NodeStream
 from mula_ray.runtime.tiles import Tiles
 from mula_ray.runtime.zygote import Job
-
-WRITE_BOUND_S = 600.0
-BEAT_S = 0.05
 
 
 class NodeAgent:
@@ -249,10 +246,11 @@ class NodeAgent:
         """The ranks shall save after `step`."""
         self._flag(generation, SAVE, step)
 
-    def inject(self, generation: int, rank: int, code: int) -> None:
-        """Rehearse a fault inside a rank (`inject.CODES`)."""
+    def inject(self, generation: int, rank: int, fault: Fault) -> None:
+        """Rehearse a fault inside a rank, at its next step."""
         seat = self._seat
         if seat is not None and seat.generation == generation and rank in seat.ranks:
+            code = KINDS.index(fault.kind) + 1
             self._tiles.boards[seat.ranks.index(rank)].words[INJECT] = code
 
     def strike(self, what: str, tile: int) -> int:
@@ -274,37 +272,17 @@ class NodeAgent:
             for tile in range(len(seat.ranks)):
                 self._tiles.boards[tile].words[word] = value
 
-    def write(
-        self, folder: str, step: int, generation: int, kind: str, fault: str = ""
-    ) -> tuple[Any, float, list[Any]]:
-        """Write this seat's part of a checkpoint from memory, then re-read it: (file entry, seconds, damages).
-
-        Raises:
-            StoreFailure: see `WriterProcess.write`.
-        """
-        began = time.monotonic()
-        seat = self._seat
-        if fault == "disk-full":
-            raise StoreFailure("no-space", folder, "no space left (rehearsed)", self._node)
-        if seat is None or seat.generation != generation:
-            raise StoreFailure("snapshot", folder, "the generation has ended", self._node)
-        shelves = self._memory.own if kind == "full" else self._memory.models
-        sources = []
-        for tile in range(len(seat.ranks)):
-            info = shelves[tile].buffer.find(step, generation)
-            if info is None:
-                raise StoreFailure("snapshot", folder, f"tile {tile} has no snapshot of step {step}", self._node)
-            sources.append(WriteSource(tuple(shelves[tile].memory.paths), info))
-        entry = self._writer.write(Path(folder), part_name(seat.seat), sources, WRITE_BOUND_S)
-        damages = self._writer.verify(Path(folder), entry, WRITE_BOUND_S)
-        return entry, time.monotonic() - began, damages
+    def write(self, folder: str, step: int, generation: int, kind: str, fault: str = "") -> Part:
+        """Write this seat's part of a checkpoint from memory, then re-read it; see `parts.write_part_of`."""
+        what = (step, generation, kind)
+        return write_part_of(self._seat, self._memory, self._writer, Path(folder), what, fault, self._node)
 
     def unpin(self, step: int, kind: str) -> None:
-        """A save that will not be written."""
-        for shelf in self._memory.own if kind == "full" else self._memory.models:
-            info = shelf.buffer.find(step)
-            if info is not None:
-                shelf.buffer.unpin(info)
+        """A save has ended, one way or the other."""
+        for tile in range(len(self._memory.own)):
+            found = self._memory.saved(tile, step, kind)
+            if found is not None:
+                found[0].buffer.unpin(found[1])
 
     def end(self) -> None:
         """End ranks, workers, zygote; the actor itself is then killed by the driver."""
@@ -405,6 +383,3 @@ class NodeAgent:
             lost = self._tiles.lost()
             for tile in lost:
                 self.worker_lost(tile)
-
-
-__all__ = ["BEAT_S", "Board", "NodeAgent"]

@@ -1,4 +1,4 @@
-"""Everything a run says: the person's line, `metrics.jsonl`, `events.jsonl`; and the screen kept free of Ray's chatter."""
+"""All that a run says: the person's line, `metrics.jsonl`, `events.jsonl`; the screen is kept free of Ray's chatter."""
 
 from __future__ import annotations
 

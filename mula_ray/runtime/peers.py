@@ -1,7 +1,7 @@
 """Snapshots between nodes: every agent serves its memory to the agents of the same run, over TCP.
 
-A connection starts with a challenge answered by HMAC-SHA256 with the run's secret; nothing is unpickled before. Nodes that
-turn out to be one machine (a local cluster) hand over paths of shared memory instead of bytes. Requests:
+A connection starts with a challenge answered by HMAC-SHA256 with the run's secret; nothing is unpickled
+before. Nodes that turn out to be one machine (a local cluster) hand over paths of shared memory, not bytes. Requests:
 `copy` (keep this snapshot of my rank), `fetch` (give me a snapshot that you keep).
 """
 

@@ -106,7 +106,7 @@ class RankSnapshots:
             self._shares[kind] = scatter(held, self._node_of())[self._spec.rank]
         try:
             chosen = select(items, self._shares[kind])
-            self._other.write(step, self._spec.generation, chosen, {**self._meta, "step": step}, pin=True)
+            self._other.write(step, self._spec.generation, chosen, {**self._meta, "step": step, "what": kind}, pin=True)
         except StoreFailure:
             return  # the save before it is still being written: this one is left out
         self._tell({"kind": "save", "step": step, "what": kind})

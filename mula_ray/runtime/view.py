@@ -1,4 +1,4 @@
-"""Turns what the conductor does into lines: the person's, `metrics.jsonl`, `events.jsonl`. Also plays the driver's faults."""
+"""Turns what the conductor does into lines of the person, metrics and events. Also plays the driver's own faults."""
 
 from __future__ import annotations
 
@@ -102,6 +102,8 @@ class View:
                 self._run_start(state)
             elif self._recovery is None:
                 self._recovery = _Recovery(reason, now, state.committed, now)
+            if state.skips:
+                self._folder.remember(skips=list(state.skips))
             events.generation_start(
                 command.generation, step=command.restore.step, world=command.placement.world, nodes=list(seats),
                 spares=spares, reason=reason, dp=command.placement.dp, source=str(command.restore.tier),

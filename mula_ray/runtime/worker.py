@@ -1,7 +1,7 @@
-"""The actor of a tile: its identity, and the parent (by way of the node's zygote) of the rank process of a generation.
+"""The actor of a tile: its identity, and the parent (by way of the node's zygote) of a generation's rank process.
 
-It never computes and never blocks: it answers at once while its rank is stuck, kills by SIGKILL, verifies, and reports a
-death that nobody asked for to its agent as the operating system tells it. When it dies, however, the zygote ends its rank.
+It never computes and never blocks: it answers at once while its rank is stuck, kills by SIGKILL, verifies, and tells
+its agent of a death that nobody asked for. However it dies itself, the zygote then ends its rank.
 """
 
 from __future__ import annotations

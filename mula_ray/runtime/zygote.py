@@ -2,9 +2,9 @@
 
     python -m mula_ray.runtime.zygote FD PARENT_PID
 
-Started by the node agent. It imports torch and our modules (no tensor operation, no device, no thread), then serves on the
-listening Unix socket FD. An owner (a tile's worker, or the agent) connects and asks for children; a child waits on its
-own channel for a `Job` (so one can be kept ready) and runs it.
+Started by the node agent. It imports torch and our modules (no tensor operation, no device, no thread), then serves on
+the listening Unix socket FD. An owner (a tile's worker, or the agent) connects and asks for children; a child waits on
+its own channel for a `Job` (so one can be kept ready) and runs it.
 
 Why not multiprocessing's forkserver: inside a Ray worker its children import the worker's main module, and with it Ray;
 and its children survive the SIGKILL of their owner. Here three things end a child: the kernel when the zygote ends
@@ -24,7 +24,7 @@ import socket
 import sys
 import traceback
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from mula_ray.runtime import wire
 from mula_ray.runtime.osproc import die_with_parent
@@ -53,6 +53,8 @@ def serve(listener: socket.socket, parent: int) -> None:
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # pyarrow imports pandas at its first conversion if it can: a second in every rank's first step, for nothing.
+    sys.modules.setdefault("pandas", cast(Any, None))
     for name in PRELOAD:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)

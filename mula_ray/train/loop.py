@@ -1,7 +1,7 @@
 """The loop of one rank over small Protocols: no Ray, no processes, no files. The same for every way to run.
 
-Steps count from 1 in everything that is reported: `step` is the number of committed steps once it is done. The engine and
-the data number the same step `step - 1`.
+Steps count from 1 in everything that is reported: `step` is the number of committed steps once it is done. The engine
+and the data number the same step `step - 1`.
 
 Every decision that changes which collectives are run (stop, evaluation, save) is a function of the step, or was agreed
 on in the step's own all-reduce: ranks never differ in it.
@@ -178,9 +178,7 @@ def _eval_due(config: RunConfig, step: int) -> bool:
     return every > 0 and (step % every == 0 or step == 1)
 
 
-def _evaluate(
-    engine: Steps, batches: Batches, control: Control, reporter: Reporter, plan: Plan, step: int
-) -> None:
+def _evaluate(engine: Steps, batches: Batches, control: Control, reporter: Reporter, plan: Plan, step: int) -> None:
     if not plan.config.train.eval_samples:
         return
     began = time.perf_counter()

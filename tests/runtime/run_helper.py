@@ -31,7 +31,12 @@ class Run:
     """One invocation; `folder` is its run folder."""
 
     def __init__(
-        self, folder: Path, cluster: LocalCluster | None, *sets: str, inject: tuple[str, ...] = (), more: tuple[str, ...] = ()
+        self,
+        folder: Path,
+        cluster: LocalCluster | None,
+        *sets: str,
+        inject: tuple[str, ...] = (),
+        more: tuple[str, ...] = (),
     ) -> None:
         self.folder = folder
         config = folder.parent / "small.yaml"

@@ -1,4 +1,4 @@
-"""Runs on one shared local Ray cluster: failures that do not show, runs that do not disturb each other, drivers that die."""
+"""Runs on one shared local cluster: failures do not show, runs do not disturb each other, drivers may die."""
 
 import signal
 from collections.abc import Iterator

@@ -80,9 +80,7 @@ def test_children_run_jobs_and_their_ends_are_told(zygote: ZygoteProcess) -> Non
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_child_dies_with_its_owner(zygote: ZygoteProcess, stopped: bool) -> None:
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, zygote.address[1:]], stdout=subprocess.PIPE, text=True
-    )
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, zygote.address[1:]], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     pid = int(owner.stdout.readline())
     ticks = start_ticks(pid)

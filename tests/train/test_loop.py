@@ -48,7 +48,7 @@ class World:
     def evaluation(self, record: Any) -> None:
         self.calls.append(("eval", record.step, record.eval_loss))
 
-    def after_step(self, step: int, *, last: bool, stop: bool, record: Any = None) -> float:
+    def after_step(self, step: int, *, last: bool, stop: bool, record: Any = None) -> float:  # noqa: ARG002
         self.calls.append(("after", step, last, stop))
         return 0.0
 
@@ -62,7 +62,7 @@ class World:
     def stop_wanted(self) -> bool:
         return self._step == self.stop_at
 
-    def prepare(self, step: int, batches: list[MicroBatch]) -> list[MicroBatch]:
+    def prepare(self, step: int, batches: list[MicroBatch]) -> list[MicroBatch]:  # noqa: ARG002
         return batches
 
 
