@@ -80,9 +80,9 @@ def _time_rows(case: str, times: list[dict[str, float]], eager: dict[str, float]
         milliseconds = 1e3 * statistics.median(t[ours] for t in times)
         for peer in (name for name in times[0] if name not in OURS):
             rows.append(row(case, ours, milliseconds, "ms", peer, median_ratio(times, peer, ours)))
-        if eager:
-            peer = "transformers-eager"
-            rows.append(row(case, ours, milliseconds, "ms", peer, eager[peer] / eager["cpu"]))
+    if eager:
+        seconds, peer = eager["cpu"], "transformers-eager"
+        rows.append(row(case, "cpu", 1e3 * seconds, "ms", peer, eager[peer] / seconds))
     return rows
 
 
