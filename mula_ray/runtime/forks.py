@@ -92,8 +92,8 @@ class Forks:
         self._thread = threading.Thread(target=self._read, name="forks", daemon=True)
         self._thread.start()
 
-    def fork(self, timeout_s: float = 120.0) -> Child:
-        """A new child, waiting for its job.
+    def fork(self, prepare: str = "", timeout_s: float = 120.0) -> Child:
+        """A new child, waiting for its job; before that it runs `prepare` (`module:function`, no arguments).
 
         Raises:
             RuntimeError: the zygote is gone, or did not answer (it may still be importing).
@@ -101,7 +101,7 @@ class Forks:
         with self._lock:
             if self.lost:
                 raise RuntimeError("the fork server of this node is gone")
-            wire.send(self._sock, "fork")
+            wire.send(self._sock, prepare)
             try:
                 child = self._new.get(timeout=timeout_s)
             except queue.Empty:

@@ -18,6 +18,7 @@ from mula_ray.runtime.messages import RankSpec
 from mula_ray.runtime.zygote import Job
 
 RANK_ENTRY = "mula_ray.runtime.rank:main"
+WARM_UP = "mula_ray.runtime.warmup:warm_up"
 
 
 class TileWorker:
@@ -53,7 +54,7 @@ class TileWorker:
             return child
         if self._forks is None or self._forks.lost:
             self._forks = Forks(self._zygote, self._on_exit)
-        return self._forks.fork()
+        return self._forks.fork(WARM_UP)
 
     def _wait_spawned(self, child: Child) -> None:
         child.gone.wait()

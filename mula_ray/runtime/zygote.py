@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -103,8 +104,8 @@ class Zygote:
         if sock is None:
             return
         try:
-            wire.receive(sock)
-            self._fork(owner, sock)
+            prepare, _ = wire.receive(sock)
+            self._fork(owner, sock, str(prepare))
         except (EOFError, OSError):
             self._drop(owner)
 
@@ -118,13 +119,13 @@ class Zygote:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
-    def _fork(self, owner: int, sock: socket.socket) -> None:
+    def _fork(self, owner: int, sock: socket.socket, prepare: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             ours.close()
-            self._become_child(theirs, parent)
+            self._become_child(theirs, parent, prepare)
         theirs.close()
         self._children[pid] = owner
         try:
@@ -132,7 +133,7 @@ class Zygote:
         finally:
             ours.close()
 
-    def _become_child(self, channel: socket.socket, parent: int) -> None:
+    def _become_child(self, channel: socket.socket, parent: int, prepare: str) -> None:
         """In the child: let go of everything of the zygote, run the job, never return."""
         code = 1
         try:
@@ -146,6 +147,9 @@ class Zygote:
             os.close(self._wake_write)
             for sig in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(sig, signal.SIG_DFL)
+            if prepare:
+                with contextlib.suppress(Exception):
+                    _function(prepare)()
             code = run_job(channel)
         except BaseException:
             traceback.print_exc()
@@ -181,8 +185,13 @@ def run_job(channel: socket.socket) -> int:
     os.environ.update(job.environment)
     if job.nice:
         os.nice(job.nice)
-    module, _, name = job.entry.partition(":")
-    return int(getattr(importlib.import_module(module), name)(job.argument, channel) or 0)
+    return int(_function(job.entry)(job.argument, channel) or 0)
+
+
+def _function(entry: str) -> Callable[..., Any]:
+    module, _, name = entry.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def main() -> None:

@@ -53,7 +53,7 @@ class Run:
         )
         self.out = ""
 
-    def wait(self, bound_s: float = 110.0) -> int:
+    def wait(self, bound_s: float = 200.0) -> int:
         """Exit code."""
         try:
             self.out, _ = self.process.communicate(timeout=bound_s)
@@ -68,7 +68,7 @@ class Run:
         if number == signal.SIGKILL:
             self.out, _ = self.process.communicate()
 
-    def until(self, step: int, bound_s: float = 60.0) -> None:
+    def until(self, step: int, bound_s: float = 120.0) -> None:
         """Wait for a step's line."""
         wait_for(lambda: max(self.losses(), default=0) >= step, bound_s, self.report)
 

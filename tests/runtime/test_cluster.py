@@ -9,7 +9,8 @@ from run_helper import Run, processes_with, wait_for
 
 from mula_ray.runtime.local import LocalCluster
 
-pytestmark = pytest.mark.ray
+# Bounds for a crowded machine: on a quiet one a run takes some ten seconds.
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
