@@ -11,18 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from simulated_files import SimulatedFileSystem
-from states import MOE, facts, rank_pieces, shapes, values
+from states import facts, rank_pieces, shapes, values
 
 from mula_ray.checkpoint.failures import DamagedCheckpoint
 from mula_ray.checkpoint.manager import CheckpointManager
 from mula_ray.checkpoint.reader import CheckpointReader
 from mula_ray.checkpoint.scan import find_latest
 from mula_ray.checkpoint.store import part_name, write_part
+from mula_ray.config.model import ModelConfig, MoEConfig
 from mula_ray.plan.format import MANIFEST
 from mula_ray.plan.topology import Topology
 
 ROOT = Path("/run/checkpoints")
-TOPOLOGY = Topology(dp=2, ep=2)
+TOPOLOGY = Topology(dp=1, ep=3)
+MODEL = ModelConfig(vocab_size=24, hidden=8, layers=1, heads=2, moe=MoEConfig(experts=3, top_k=1, expert_width=6))
 KINDS = ("flip", "zero-page", "truncate", "extend", "swap", "missing", "other-slot", "manifest", "stale", "edited")
 
 
@@ -36,11 +38,11 @@ def disk() -> SimulatedFileSystem:
         pending = manager.begin(step)
         entries = [
             write_part(
-                pending.folder, part_name(rank), [(p, values(p, step)) for p in rank_pieces(MOE, TOPOLOGY, rank)], fs
+                pending.folder, part_name(rank), [(p, values(p, step)) for p in rank_pieces(MODEL, TOPOLOGY, rank)], fs
             )
-            for rank in range(4)
+            for rank in range(TOPOLOGY.world)
         ]
-        pending.commit(facts(step, manager.generation), entries, shapes(MOE))
+        pending.commit(facts(step, manager.generation), entries, shapes(MODEL))
         assert pending.settle() == []
     return fs
 
@@ -109,7 +111,7 @@ def read_all(fs: SimulatedFileSystem, path: Path) -> int | None:
         with CheckpointReader(path, fs) as reader:
             step = reader.manifest.facts.step
             for rank in range(TOPOLOGY.world):
-                for piece in rank_pieces(MOE, TOPOLOGY, rank):
+                for piece in rank_pieces(MODEL, TOPOLOGY, rank):
                     out = np.empty(piece.numel, np.float32)
                     reader.read_into(piece, out)
                     assert np.array_equal(out, values(piece, step)), f"silently loaded: {piece}"
