@@ -46,14 +46,15 @@ class _Region:
         return self._again[number]
 
     def _recompute(self) -> None:
-        def keep(tensor: Tensor) -> Tensor:
+        def keep(tensor: Tensor) -> int:
+            # A number, never the tensor: an operation that keeps its own output would hold itself alive for ever.
             self._again.append(tensor.detach())
             if len(self._again) == self._count:
                 raise _Enough
-            return tensor
+            return len(self._again)
 
         try:
-            with saved_tensors_hooks(keep, lambda tensor: tensor), torch.enable_grad():
+            with saved_tensors_hooks(keep, self._again.__getitem__), torch.enable_grad():
                 self._fn(*self._inputs)
         except _Enough:
             return
@@ -96,7 +97,7 @@ def saved_bytes(run: Callable[[], object], parameters: Iterable[nn.Parameter]) -
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an operation that keeps its own output must not hold itself alive
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = run()
