@@ -34,7 +34,11 @@ from mula_ray.train.metrics import EvalRecord, StepRecord
 from mula_ray.train.sinks import EventLog, JsonlSink
 
 MODELS = ("mula-tiny", "mula-tiny-dense")
-STEPS = {"short": 150, "long": 600}
+STEPS = {"short": 360, "long": 1200}
+RECIPE = ("optim.lr=3e-3", "optim.min_lr=3e-4", "train.global_batch=16", "train.micro_batch=8", "data.context=128")
+# The k routing weights of a fresh router add up to about k / E: experts would start at an eighth of a dense layer's
+# size, which a short run is long in making up for. Renormalised to 1 they start alike.
+MOE_SETS = ("model.router.norm_topk_prob=true",)
 SEEDS = 3
 FOLDER = Path("runs") / "bench-quality"
 Curve = list[tuple[int, float]]
@@ -46,7 +50,7 @@ def case_names() -> list[str]:
 
 
 def configuration(model: str, case: str) -> RunConfig:
-    """The shipped configuration with the steps and seed of a case, evaluated on more windows and more often."""
+    """The shipped model with the steps and seed of a case and one recipe for both, evaluated on more windows."""
     length, _, seed = case.partition("-seed")
     steps = STEPS[length]
     sets = [
@@ -55,8 +59,9 @@ def configuration(model: str, case: str) -> RunConfig:
         f"train.eval_every={steps // 6}",
         "train.eval_samples=128",
         f"optim.warmup_steps={min(50, steps // 8)}",
+        *RECIPE,
     ]
-    return load(model, sets).config
+    return load(model, [*sets, *(MOE_SETS if model == MODELS[0] else ())]).config
 
 
 class _Alone:

@@ -8,20 +8,20 @@ import pytest
 
 from mula_ray.bench import quality
 from mula_ray.config.errors import UserError
-from mula_ray.config.load import load
 from mula_ray.plan.layout import active_params, total_params
 from mula_ray.train.status import read_status
 
 
 def test_the_pair_differs_in_nothing_but_the_experts() -> None:
-    moe, dense = (load(name).config for name in quality.MODELS)
+    moe, dense = (quality.configuration(name, "short-seed0") for name in quality.MODELS)
     ours, theirs = active_params(moe.model), active_params(dense.model)
     assert 0 <= theirs - ours <= 0.001 * ours, "equal active parameters, in doubt in favour of the dense model"
     assert total_params(moe.model) > 1.9 * total_params(dense.model)
-    other = moe.model_copy(update={"model": dense.model})
+    other = moe.model_copy(update={"model": dense.model, "checkpoint": dense.checkpoint})
     assert other == dense, "same data, batch, recipe and steps"
     changed = {name for name in type(moe.model).model_fields if getattr(moe.model, name) != getattr(dense.model, name)}
-    assert changed == {"ffn", "moe"}
+    assert changed == {"ffn", "moe", "router"}
+    assert moe.model.router.model_copy(update={"norm_topk_prob": False}) == dense.model.router
 
 
 def test_what_is_made_of_the_curves() -> None:
