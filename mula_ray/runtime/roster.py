@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from mula_ray.runtime.node import NodeAgent
 
 SCAN_S = 0.5
 READY_BOUND_S = 180.0
+RIVAL_S = 3.0
 
 
 class Roster:
@@ -87,7 +89,7 @@ class Roster:
         with self._lock:
             for node_id in [n for n in self._held if n not in nodes]:
                 del self._held[node_id]
-            for node_id, (have, address, label) in sorted(nodes.items(), key=lambda item: (item[1][2], item[0])):
+            for node_id, (have, address, label) in self._in_order(nodes):
                 if len(self._held) >= self._wanted:
                     break
                 if node_id in self._held or self._barred.get(node_id, 0.0) > time.monotonic():
@@ -103,6 +105,13 @@ class Roster:
                 thread.start()
                 threads.append(thread)
         return threads
+
+    def _in_order(self, nodes: dict[str, tuple[int, str, str]]) -> list[tuple[str, tuple[int, str, str]]]:
+        """Ours first, then in an order of this run's own: runs that start together seldom reach for the same node."""
+        draw = random.Random(self._run.run_id + self._run.run_dir)
+        order = sorted(nodes.items(), key=lambda item: (item[1][2], item[0]))
+        draw.shuffle(order)
+        return sorted(order, key=lambda item: item[0] not in self._held)
 
     def _actor_name(self, node_id: str) -> str:
         return f"{self._run.run_id}/agent/{node_id}"
@@ -122,17 +131,36 @@ class Roster:
         return make.remote(self._run, name, address, self._secret, self._environment)
 
     def _greet(self, node_id: str, name: str, handle: Any) -> None:
-        import ray
-
-        try:
-            facts: NodeFacts = ray.get(handle.hello.remote(), timeout=READY_BOUND_S)
-        except Exception:
+        facts = self._wait(node_id, handle)
+        if facts is None:
             seam.kill(handle)
-            self.lost(name, bar_s=5.0)
+            self.lost(name, bar_s=random.uniform(0.5, 3.0))
             return
         if not self._stop.is_set():
             self._joined(RayLink(name, handle, facts.peer, facts.tiles, _domain(facts)))
-        del node_id
+
+    def _wait(self, node_id: str, handle: Any) -> NodeFacts | None:
+        """The agent's first word; None when it failed, or should make way for another run's agent on the same node.
+
+        Two runs that start together may both have seen the node's tiles free. Ray grants them to one and lets the other
+        wait without saying so: while there is no answer and a rival exists, the later name makes way at once, the
+        earlier one after a while (it may be the one that waits).
+        """
+        import ray
+
+        ref, began = handle.hello.remote(), time.monotonic()
+        while time.monotonic() - began < READY_BOUND_S and not self._stop.is_set():
+            ready, _ = ray.wait([ref], timeout=RIVAL_S)
+            try:
+                if ready:
+                    facts: NodeFacts = ray.get(ref)
+                    return facts
+                rivals = seam.actors_ending(f"/agent/{node_id}") - {self._actor_name(node_id)}
+            except Exception:
+                return None
+            if rivals and (self._actor_name(node_id) > min(rivals) or time.monotonic() - began > 10 * RIVAL_S):
+                return None
+        return None
 
 
 def _domain(facts: NodeFacts) -> str:

@@ -88,6 +88,14 @@ def find_actor(name: str, namespace: str = NAMESPACE) -> Any | None:
         return None
 
 
+def actors_ending(suffix: str) -> set[str]:
+    """Names of living or pending named actors that end so."""
+    import ray
+
+    names = ray.util.list_named_actors(all_namespaces=True)
+    return {actor["name"] for actor in names if actor["name"].endswith(suffix)}
+
+
 def kill(handle: Any) -> None:
     """End an actor's process by force; an actor that is gone is fine."""
     import contextlib
