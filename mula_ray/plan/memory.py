@@ -16,6 +16,10 @@ from dataclasses import dataclass, fields
 from mula_ray.plan.schedule import simulate
 from mula_ray.plan.shape import ITEM, RankShape
 
+PROCESS_BYTES = 130_000_000
+"""Resident memory of a CPU rank beyond its tensors: code pages of the mathematics libraries on first use 40-50 MB, the
+allocator's slack 50 MB, gloo's buffers 30 MB (torch 2.13). An accelerator's share is `node.reserved_gb` of the site."""
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -30,7 +34,9 @@ class Memory:
     """fp32 copies of gradients on their way and of the owned shard"""
     activations: int
     workspace: int
-    """the largest short-lived tensors: loss or expert backward"""
+    """the largest short-lived tensors: loss or expert backward, the gradient of one dense parameter"""
+    process: int
+    """CPU only: what libraries, the allocator and gloo take once ranks compute (measured, see PROCESS_BYTES)"""
 
     @property
     def state(self) -> int:
@@ -59,13 +65,25 @@ def rank_memory(rank: RankShape, *, recompute: bool = True) -> Memory:
         exp_avg_sq=shard * 4,
         reduction=_reduction(rank, flat, shard),
         activations=_activations(rank, recompute),
-        workspace=_workspace(rank),
+        workspace=_workspace(rank) + _largest_dense(rank),
+        process=PROCESS_BYTES if on_cpu(rank) else 0,
     )
 
 
 def largest(ranks: Iterable[RankShape], *, recompute: bool = True) -> Memory:
     """Memory of the rank that needs most."""
     return max((rank_memory(rank, recompute=recompute) for rank in ranks), key=lambda memory: memory.total)
+
+
+def on_cpu(rank: RankShape) -> bool:
+    """Whether ranks are CPU processes: a local cluster without an accelerator asked for."""
+    cluster = rank.config.cluster
+    return cluster.kind in ("local", "ray") and cluster.device in ("auto", "cpu")
+
+
+def _largest_dense(rank: RankShape) -> int:
+    """Autograd makes the gradient of a dense parameter before it is added to the flat buffer."""
+    return max(param.numel for param in rank.params if param.spec.family == "dense") * rank.item
 
 
 def _reduction(rank: RankShape, flat: int, shard: int) -> int:
@@ -126,10 +144,10 @@ def _experts(rank: RankShape) -> int:
 
 
 def expert_row_bytes(rank: RankShape) -> int:
-    """Bytes that the expert backends keep for a routed row: the products of gate and up."""
+    """Bytes that the expert backends keep for a routed row: the products of gate and up, in fp32 on the CPU."""
     moe = rank.config.model.moe
     assert moe is not None
-    return 2 * moe.expert_width * rank.item
+    return 2 * moe.expert_width * (4 if on_cpu(rank) else rank.item)
 
 
 def _ends(rank: RankShape, *, embed: bool, head: bool) -> int:
