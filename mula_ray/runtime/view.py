@@ -58,6 +58,7 @@ class View:
         self.step = folder.committed
         self.first_step_at: float | None = None
         self.on_recovery: Callable[[int], None] = lambda _: None
+        self._working = 0  # nodes of the generation at work; 0 before the first
 
     def decided(self, state: State, event: ev.Event, commands: tuple[cmd.Command, ...], reason: str) -> None:
         """See `Watcher`."""
@@ -66,6 +67,8 @@ class View:
             events.membership(state.generation, change="joined", node=event.node, reason=reason)
         elif isinstance(event, ev.NodeLost | ev.AgentLost):
             events.membership(state.generation, change="lost", node=event.node, reason=reason)
+        if self._working and isinstance(event, ev.NodeJoined | ev.NodeLost | ev.AgentLost):
+            self._out.membership(state.generation, self._working, max(0, len(state.nodes) - self._working))
         kind = KINDS.get(type(event))
         if kind is not None:
             self._failure(state, event, kind, reason, now)
@@ -108,7 +111,8 @@ class View:
                 command.generation, step=command.restore.step, world=command.placement.world, nodes=list(seats),
                 spares=spares, reason=reason, dp=command.placement.dp, source=str(command.restore.tier),
             )  # fmt: skip
-            self._out.membership(command.generation, len(set(seats)), spares)
+            self._working = len(set(seats))
+            self._out.membership(command.generation, self._working, spares)
             if self._recovery is not None:
                 self._recovery.started, self._recovery.restore = now, command.restore
                 self._recovery.committed = max(self._recovery.committed, state.committed)
