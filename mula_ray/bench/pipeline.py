@@ -189,10 +189,7 @@ def _peak(rank: int, world: int, port: int, batches: int, forward_first: bool) -
 
 
 def _all_forward(pp: int, batches: int) -> Schedule:
-    orders = tuple(
-        tuple(Action(kind, rank, m) for kind in ("F", "B") for m in range(batches))
-        for rank in range(pp)
-    )
+    orders = tuple(tuple(Action(kind, rank, m) for kind in ("F", "B") for m in range(batches)) for rank in range(pp))
     schedule = Schedule(pp, 1, batches, "1f1b", orders)
     simulate(schedule)  # it can run
     return schedule

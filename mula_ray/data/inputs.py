@@ -214,7 +214,17 @@ def _describe(path: Path, name: str, split: Split | None, source: int, rules: In
     if packing or kind == "shard":
         units = 1  # read in one go
     return InputFile(
-        source, 0, str(path), name, kind, packing, stat.st_size, stat.st_mtime_ns, split, units, tokenizer  # type: ignore[arg-type]
+        source,
+        0,
+        str(path),
+        name,
+        kind,
+        packing,
+        stat.st_size,
+        stat.st_mtime_ns,
+        split,
+        units,
+        tokenizer,  # type: ignore[arg-type]
     )
 
 

@@ -1,8 +1,8 @@
 """What a prepared data folder says about itself: `manifest.json`, written last, so that its presence means complete.
 
-    folder/manifest.json       this file's types, as JSON
-    folder/tokenizer.json      the tokenizer, when one is known
-    folder/train-00000.arrow   shards (see `shards.py`), and held_out-00000.arrow
+folder/manifest.json       this file's types, as JSON
+folder/tokenizer.json      the tokenizer, when one is known
+folder/train-00000.arrow   shards (see `shards.py`), and held_out-00000.arrow
 """
 
 from __future__ import annotations

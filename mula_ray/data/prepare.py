@@ -356,7 +356,8 @@ def _summary(
     counts["broken_files"] = len(broken)
     sources = [
         {"pattern": source.pattern, "weight": source.weight}
-        | {"copies": use.copies, "part_again": use.extra_below / 2**64} | dict(found)
+        | {"copies": use.copies, "part_again": use.extra_below / 2**64}
+        | dict(found)
         for source, use, found in zip(job.settings.sources, uses, per_source, strict=True)
     ]
     return {

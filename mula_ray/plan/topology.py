@@ -106,7 +106,5 @@ class Topology:
     def group_of(self, kind: GroupKind, rank: int) -> tuple[int, ...]:
         """The group of `kind` that `rank` is in, ascending."""
         at = self.coords(rank)
-        places = (
-            range(getattr(self, axis)) if axis in _VARYING[kind] else (getattr(at, axis),) for axis in _AXES
-        )
+        places = (range(getattr(self, axis)) if axis in _VARYING[kind] else (getattr(at, axis),) for axis in _AXES)
         return tuple(self.rank(Coords(*place)) for place in itertools.product(*places))

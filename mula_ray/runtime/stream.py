@@ -175,9 +175,7 @@ def open_ray_stream(plan: StreamPlan, spec: RingSpec) -> Iterator[Chunk]:
 class _Filler:
     """The thread that moves steps from the stream into the ring."""
 
-    def __init__(
-        self, plan: StreamPlan, ring: RingWriter, prefetch: int, opener: Opener, stats: StreamStats
-    ) -> None:
+    def __init__(self, plan: StreamPlan, ring: RingWriter, prefetch: int, opener: Opener, stats: StreamStats) -> None:
         self._plan = plan
         self._ring = ring
         self._prefetch = prefetch

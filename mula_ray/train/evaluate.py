@@ -261,9 +261,7 @@ def score_checkpoint(
     return out
 
 
-def _score_share(
-    checkpoint: Path, share: list[list[Sequence]], dtype: Dtype, device: str
-) -> list[NDArray[np.float64]]:
+def _score_share(checkpoint: Path, share: list[list[Sequence]], dtype: Dtype, device: str) -> list[NDArray[np.float64]]:
     torch.set_num_threads(1)
     with CheckpointReader(checkpoint) as reader:
         model = load_model(reader, dtype, device)

@@ -35,7 +35,9 @@ def run(installed: Path, tmp_path: Path, *args: str) -> str:
 def test_it_is_the_wheel_that_runs(installed: Path, tmp_path: Path) -> None:
     code = "import mula_ray; print(list(mula_ray.__path__)[0])"
     env = os.environ | {"PYTHONPATH": str(installed)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.strip() == str(installed / "mula_ray")
 
 

@@ -1,8 +1,8 @@
 """The figures of docs/verified.d/data.md. Run alone on a quiet machine; nothing is asserted.
 
-    python tests/data/measure_data.py windows
-    python tests/data/measure_data.py throughput --mb 150 --tokenizer tokenizer.json [--engine ray]
-    python tests/data/measure_data.py memory --mb 5000 [--tokenizer tokenizer.json]
+python tests/data/measure_data.py windows
+python tests/data/measure_data.py throughput --mb 150 --tokenizer tokenizer.json [--engine ray]
+python tests/data/measure_data.py memory --mb 5000 [--tokenizer tokenizer.json]
 """
 
 from __future__ import annotations

@@ -275,9 +275,7 @@ def test_mixture_meets_its_shares(tmp_path: Path, weights: tuple[float, float], 
     (tmp_path / "tokenizer.json").write_text(train_bpe(["c"], 257).to_str())
     sources = [Source(str(tmp_path / f"{letter}.jsonl"), weight) for letter, weight in zip("ab", weights, strict=True)]
     bytewise = str(tmp_path / "tokenizer.json")
-    manifest = prepare(
-        tmp_path / "out", *sources, tokenizer=bytewise, max_repeat=repeat, rules={"held_out": 0.0}
-    )
+    manifest = prepare(tmp_path / "out", *sources, tokenizer=bytewise, max_repeat=repeat, rules={"held_out": 0.0})
     got = shares(tmp_path / "out")
     assert got["a"] == pytest.approx(weights[0] / sum(weights), abs=0.01)
     used = [source["copies"] + source["part_again"] for source in manifest.report["sources"]]

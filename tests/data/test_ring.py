@@ -90,9 +90,7 @@ def test_evaluation_reads_every_sample_once(config: RunConfig) -> None:
 def filled(plan: StreamPlan, steps: range, depth: int = 6, cells: int = 1) -> RingWriter:
     """A ring that holds some steps."""
     kind, starts = np.dtype("uint16"), plan.document_mask
-    ring = RingWriter.create(
-        samples=len(plan.offsets), context=16, depth=depth, cells=cells, dtype=kind, starts=starts
-    )
+    ring = RingWriter.create(samples=len(plan.offsets), context=16, depth=depth, cells=cells, dtype=kind, starts=starts)
     for step in steps:
         ring.put(step, ChunkReader(plan).read(step).step(step))
     return ring

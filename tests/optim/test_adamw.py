@@ -31,9 +31,7 @@ def single(cfg: RunConfig) -> tuple[Epso, torch.nn.Module]:
     topology = Topology()
     groups = Groups(topology, 0, None)
     stages = build_stages(cfg, topology, 0, groups, torch.device("cpu"), init=False)
-    optimizer = Epso(
-        stages, layout_of(cfg, topology, 0), topology, 0, groups, cfg.optim, dtype=DTYPES[cfg.train.dtype]
-    )
+    optimizer = Epso(stages, layout_of(cfg, topology, 0), topology, 0, groups, cfg.optim, dtype=DTYPES[cfg.train.dtype])
     optimizer.initialise(lambda param: initial_value(param, cfg))
     return optimizer, stages[0]
 
@@ -44,9 +42,7 @@ def test_same_bits_as_torch(dtype: str, fused: bool) -> None:
     cfg = config(dtype, clip=1e9, weight_decay=0.1)
     ours, stage = single(cfg)
     names = [name for name, _ in stage.named_parameters()]
-    masters = {
-        p.spec.name: torch.nn.Parameter(initial_value(p, cfg)) for p in layout_of(cfg, Topology(), 0)[0]
-    }
+    masters = {p.spec.name: torch.nn.Parameter(initial_value(p, cfg)) for p in layout_of(cfg, Topology(), 0)[0]}
     decayed = [masters[n] for n in names if not n.endswith("norm.weight")]
     plain = [masters[n] for n in names if n.endswith("norm.weight")]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]

@@ -108,9 +108,7 @@ def partial_sums(rank: int, _world: int, port: int) -> dict[str, Any]:
     """dp 2 x tp 2: `idle` has partial sums over TP, everything else the same gradient on both TP ranks."""
     topology = Topology(dp=2, tp=2)
     groups = Groups.connect(topology, rank, host="127.0.0.1", port=port, prefix="r/0", strict=True)
-    params = [
-        LocalParam(replace(p.spec, tp_partial=p.spec.name == "idle.weight"), p.offset, p.shape) for p in layout()
-    ]
+    params = [LocalParam(replace(p.spec, tp_partial=p.spec.name == "idle.weight"), p.offset, p.shape) for p in layout()]
     tower = Tower()
     optimizer = Epso([tower], [params], topology, rank, groups, OptimConfig(bucket_mb=0.001))
     optimizer.initialise(value)

@@ -104,9 +104,7 @@ def sample(number: int) -> torch.Tensor:
 def micro_batches(case: Case, rank: int, step: int) -> list[MicroBatch]:
     """This rank's share of a step."""
     topology = case.topology
-    shares = assign(
-        step, case.global_batch, topology.ddp, topology.ddp_index(rank), case.micro_batch, topology.ep
-    )
+    shares = assign(step, case.global_batch, topology.ddp, topology.ddp_index(rank), case.micro_batch, topology.ep)
     return [
         MicroBatch(
             torch.stack([sample(max(n, 0)) for n in numbers]),
