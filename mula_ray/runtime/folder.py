@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -79,7 +80,8 @@ def open_folder(request: TrainRequest, data: RunData) -> RunFolder:
     except OSError as error:
         raise UserError(f"run folder {path} cannot be made ({error.strerror}); choose a writable --run-dir") from None
     state = _read_json(path / STATE)
-    run_id = str(state.get("run_id") or path.resolve().name)
+    # Unique even where folders of two runs bear the same name: agents are found by it in a shared cluster.
+    run_id = str(state.get("run_id") or f"{path.resolve().name}-{secrets.token_hex(4)}")
     manager = CheckpointManager(path / "checkpoints", run_id, int(state.get("generation", -1)) + 1)
     try:
         manager.acquire()
@@ -106,6 +108,9 @@ def _look(
         if found is not None and (m.order <= found.manifest.order or m.kind == "model")
     )
     write_resolved(request.loaded, path / "config.yaml")
+    if "run_id" not in state:
+        state = {**state, "run_id": run_id}
+        write_atomically(path / STATE, json.dumps(state), 0o600)
     committed = max([line["step"] for line in read_lines(path / "metrics.jsonl").lines if "loss" in line], default=0)
     return RunFolder(
         path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import socket
 import threading
@@ -14,6 +15,7 @@ from mula_ray.runtime.links import RayLink
 from mula_ray.runtime.messages import NodeFacts, RunFacts
 from mula_ray.runtime.node import NodeAgent
 
+log = logging.getLogger(__name__)
 SCAN_S = 0.5
 READY_BOUND_S = 180.0
 RIVAL_S = 3.0
@@ -69,7 +71,11 @@ class Roster:
     def _work(self) -> None:
         first = True
         while not self._stop.is_set():
-            threads = self._round()
+            try:
+                threads = self._round()
+            except Exception as error:  # a node or name that is just going away: the next round sees it anew
+                log.warning("looking for nodes: %s: %s", type(error).__name__, error)
+                threads = []
             if first:
                 for thread in threads:
                     thread.join(READY_BOUND_S)

@@ -53,7 +53,7 @@ def test_failures_of_every_kind_do_not_show_and_runs_do_not_disturb_each_other(
 
 
 def test_a_lost_node_is_replaced_by_the_spare(cluster: LocalCluster, unbroken: Run, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", cluster, "cluster.spares=1", inject=("kill-node:1@step=9",))
+    run = Run(tmp_path / "run", cluster, "cluster.spares=1", "elastic.policy=wait", inject=("kill-node:1@step=9",))
     assert run.wait() == 0, run.report()
     assert run.losses() == unbroken.losses()
     (recovery,) = run.events("recovery")
