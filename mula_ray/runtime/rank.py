@@ -165,7 +165,7 @@ def _run(spec: RankSpec, reports: Reports) -> loop.End:
     board.enter("build", spec.restore.step)
     fresh = spec.restore.tier is Tier.FRESH
     engine = Engine(config, spec.topology, spec.rank, groups, device, control, init=fresh)
-    if spec.run.profile is not None:
+    if spec.run.profile is not None and spec.restore.step + 1 < spec.run.profile[1]:
         folder = Path(spec.run.run_dir) / "profile"
         control.profiler = StepProfiler(folder, spec.rank, spec.run.profile, device, spec.generation)
         control.profiler.attach(engine.stages)

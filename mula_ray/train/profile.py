@@ -75,8 +75,11 @@ class StepProfiler:
         self._writer: threading.Thread | None = None
 
     def attach(self, stages: Iterable[nn.Module]) -> None:
-        """The modules in which expert layers are to be named."""
+        """The modules in which expert layers are to be named. The first profile of a process imports some 900 modules:
+        that is done here, not within a step."""
         self._stages = list(stages)
+        with _quiet(), torch.profiler.profile(activities=_activities(self._device)):
+            pass
 
     def phase(self, name: str, step: int) -> None:
         """A phase of the engine's `step` (from 0) begins; `done` ends the step."""
