@@ -3,9 +3,10 @@
 Notation: w bytes of an activation, T tokens of a micro-batch, H hidden, N heads, E experts, k slots, I expert width, F
 width of the dense FFN, V vocabulary, P ranks of the EP group, n routed rows of a rank (T*k when balanced).
 
-Per token and layer, kept for backward: a norm 4H + wH (fp32 input, normed), its output wH; attention 2(4H + wH) for
-QK-norm and 5wH for q, k, v, output and its copy; the router 8E + 12k; the dense FFN 4wF; experts see `_experts`. A
-recomputed part keeps its input only.
+Per token and layer, kept for backward: a norm its input wH and its scale (accelerators: also the fp32 input, 4H), its
+output wH; attention two such norms for Q and K and 4wH for q, k, v and output (accelerators 5wH, a copy); the router
+8E + 12k; the dense FFN 4wF; experts see `_experts`. A recomputed part keeps its input only. The head keeps its own
+gradients from the forward pass (H a token, and fp32 of its weight), and logits chunk by chunk.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from dataclasses import dataclass, fields
 from mula_ray.plan.schedule import simulate
 from mula_ray.plan.shape import ITEM, RankShape
 
-PROCESS_BYTES = 130_000_000
+PROCESS_BYTES = 145_000_000
 """Resident memory of a CPU rank beyond its tensors: code pages of the mathematics libraries on first use 40-50 MB, the
-allocator's slack 50 MB, gloo's buffers 30 MB (torch 2.13). An accelerator's share is `node.reserved_gb` of the site."""
+allocator's slack 50-60 MB, gloo's buffers 30-40 MB (torch 2.13). An accelerator's share is `node.reserved_gb` of the site."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def rank_memory(rank: RankShape, *, recompute: bool = True) -> Memory:
         exp_avg_sq=shard * 4,
         reduction=_reduction(rank, flat, shard),
         activations=_activations(rank, recompute),
-        workspace=_workspace(rank) + _largest_dense(rank),
+        workspace=_workspace(rank),
         process=PROCESS_BYTES if on_cpu(rank) else 0,
     )
 
@@ -123,16 +124,23 @@ def layer_bytes(rank: RankShape, layer: int, recompute: bool = True) -> int:
     hidden = model.hidden
     again = {part for part, chosen in rank.recomputed.items() if recompute and layer in chosen}
     learned = model.norm == "rmsnorm"
-    norm = item * hidden if "norms" in again else 4 * hidden + (item * hidden + 4 if learned else 8)
+    norm = item * hidden if "norms" in again else _norm_bytes(rank, hidden, learned)
     total = 2 * (norm + item * hidden)
     if "attention" not in again:
-        qk_norm = 2 * (4 * hidden + item * hidden) // tp + 8 if model.qk_norm else 0
-        total += qk_norm + 5 * item * hidden // tp + 4 * model.heads // tp
+        qk_norm = 2 * _norm_bytes(rank, hidden // tp, True) if model.qk_norm else 0
+        total += qk_norm + (4 if on_cpu(rank) else 5) * item * hidden // tp + 4 * model.heads // tp
     if model.moe is None:
         assert model.ffn is not None
         return total + 4 * item * model.ffn // tp
     total += 8 * model.moe.experts + 12 * model.moe.top_k + 4
     return total + (0 if "moe" in again else _experts(rank))
+
+
+def _norm_bytes(rank: RankShape, width: int, learned: bool) -> int:
+    """Bytes a token that one norm keeps."""
+    if not learned:
+        return 4 * width + 8
+    return rank.item * width + 4 + (0 if on_cpu(rank) else 4 * width)
 
 
 def _experts(rank: RankShape) -> int:
@@ -155,15 +163,30 @@ def _ends(rank: RankShape, *, embed: bool, head: bool) -> int:
     model, item = rank.config.model, rank.item
     total = 8 if embed else 0
     if head:
-        final = 4 * model.hidden + (item * model.hidden + 4 if model.norm == "rmsnorm" else 8)
-        total += final + item * model.hidden + 4 * model.vocab_size // rank.topology.tp + 8
+        total += _norm_bytes(rank, model.hidden, model.norm == "rmsnorm") + 2 * item * model.hidden + 8
+        if rank.topology.tp > 1:  # the vocabulary-parallel loss keeps its logits
+            total += 4 * model.vocab_size // rank.topology.tp
     return total
 
 
+def _loss(rank: RankShape) -> int:
+    """Bytes of the head at its busiest; without TP a chunk of logits and fp32 gradients of the head's weight."""
+    model, item, tp = rank.config.model, rank.item, rank.topology.tp
+    if not rank.stages[-1].last:
+        return 0
+    if tp > 1:
+        return rank.tokens * model.vocab_size // tp * (4 + item) + model.vocab_size * model.hidden // tp * item
+    weight = model.vocab_size * model.hidden
+    most = 1 << (22 if on_cpu(rank) else 27)
+    chunk = min(rank.tokens * model.vocab_size, max(256 * model.vocab_size, most)) * (4 if on_cpu(rank) else 4 + item)
+    forward = weight * (8 if on_cpu(rank) and item == 2 else 4) + chunk
+    return max(forward, weight * (8 if item == 4 else 8 + item))
+
+
 def _workspace(rank: RankShape) -> int:
-    """The larger of: backward of the loss (fp32 and working-dtype gradients of the logits), of one MoE layer."""
+    """The largest of: the loss, backward of one MoE layer, the gradient of one dense parameter before it is added."""
     model, item, tokens = rank.config.model, rank.item, rank.tokens
-    loss = tokens * model.vocab_size // rank.topology.tp * (4 + item) if rank.stages[-1].last else 0
+    loss = max(_loss(rank), _largest_dense(rank))
     if model.moe is None:
         assert model.ffn is not None
         return max(loss, tokens * 2 * model.ffn // rank.topology.tp * item)
