@@ -19,7 +19,7 @@ from mula_ray.plan.shape import ITEM, RankShape
 
 PROCESS_BYTES = 145_000_000
 """Resident memory of a CPU rank beyond its tensors: code pages of the mathematics libraries on first use 40-50 MB, the
-allocator's slack 50-60 MB, gloo's buffers 30-40 MB (torch 2.13). An accelerator's share is `node.reserved_gb` of the site."""
+allocator's slack 50-60 MB, gloo's buffers 30-40 MB (torch 2.13). Accelerators: `node.reserved_gb` of the site."""
 
 
 @dataclass(frozen=True)
