@@ -29,7 +29,7 @@ from mula_ray.runtime.local import LocalCluster
 from mula_ray.train.records import read_lines
 
 CASES = ("kill-rank-32mb", "kill-rank-256mb", "freeze-rank-32mb", "kill-node-32mb")
-BOUND_S = 120.0
+BOUND_S = 300.0
 BETWEEN_STEPS = 8
 _SIZES = {"32mb": (64, 4, 16, 160), "256mb": (128, 8, 32, 192)}
 _CONFIG = """

@@ -135,8 +135,8 @@ def run(
         step = done + 1
         began = time.perf_counter()
         if step in plan.skips:
-            control.committed(step)
             checkpoints.after_step(step, last=step == steps, stop=False)
+            control.committed(step)
             continue
         control.phase("data", step)
         ready = to_micro_batches(batches.micro_batches(done))
@@ -146,12 +146,12 @@ def run(
             raise StepFailed("damage", step, result.damage)
         if not result.finite:
             raise StepFailed("loss" if "loss" in result.cause else "gradient", step, result.cause)
-        control.committed(step)
         last = step == steps
         record = None
         if step % plan.config.metrics.every == 0 or last or result.stop:
             record = _record(plan, step, result, time.perf_counter() - began, waited, experts)
         stall = checkpoints.after_step(step, last=last, stop=result.stop and not last, record=record)
+        control.committed(step)  # only now: a committed step is one that need not be made again
         if record is not None:
             reporter.step(_stalled(record, plan, stall))
         if last or _eval_due(plan.config, step):
