@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -165,7 +166,8 @@ def _ours(folder: Path, size: str) -> Side:
 
     def node() -> None:
         cluster.kill_node(events("generation_start")[-1]["nodes"][0])
-        cluster.add_node()  # a fresh one takes the spare's place; it joins while the run recovers
+        # A fresh one takes the spare's place; it joins while the run recovers.
+        threading.Thread(target=cluster.add_node, daemon=True).start()
 
     def stop() -> None:
         _end(process)

@@ -71,6 +71,8 @@ class Conductor:
             "report": self._report,
             "fenced": self._fence_answer,
             "fence-again": lambda node: self._fence.ask(node, self.links),
+            "probe": lambda: self._fence.probe(self.links),
+            "gone": lambda node: self._agent_lost(node, "its agent is gone: nothing listens any more"),
             "started": self._start_answer,
             "joined": self._joined,
             "roster": lambda: self.feed(ev.RosterComplete()),
@@ -170,6 +172,7 @@ class Conductor:
         if self.saves is not None:
             self.saves.fence()
         self._fence.begin(generation, self.links)
+        self._timers.append((self._clock() + 0.15, ("probe",)))
         self._fence_done()
 
     def _fence_answer(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
@@ -44,6 +47,21 @@ class Fencing:
         if self._generation is not None and node not in self._asked:
             self._asked.add(node)
             self.ask(node, links)
+
+    def probe(self, links: Mapping[str, Link]) -> None:
+        """Agents that have not answered yet: a refused connection is the fact that one is gone (`post("gone", node)`)."""
+        for node in self._asked - self.answers.keys():
+            link = links.get(node)
+            if self.under_way and link is not None and link.peer:
+                threading.Thread(target=self._knock, args=(node, link.peer), daemon=True).start()
+
+    def _knock(self, node: str, peer: str) -> None:
+        host, _, port = peer.rpartition(":")
+        with contextlib.suppress(OSError):  # silence proves nothing yet
+            try:
+                socket.create_connection((host, int(port)), timeout=1.0).close()
+            except ConnectionRefusedError:
+                self._post("gone", node)
 
     def drop(self, node: str) -> None:
         """A node that was lost: nothing is expected of it, and its memory is gone."""

@@ -90,7 +90,7 @@ def run_rank(config: RunConfig, data: RunData, run_dir: Path) -> loop.End:
     (run_dir / "pids" / str(rank)).write_text(str(os.getpid()))
     store = dist.distributed_c10d._get_default_store()
     started = store.add("mula/starts", 1)  # names this start of the world: the store may outlive a failed one
-    prefix = f"mula/{(started - 1) // world}"
+    prefix = f"mula/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}/{(started - 1) // world}"
     backend = choose_backend(layout.backend, device)
     groups = Groups(topology, rank, store, backend, device, STORE_S, prefix=prefix)
     found = find_latest(run_dir / "checkpoints", deep=False)
