@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import pyarrow as pa
@@ -219,12 +219,12 @@ def _describe(path: Path, name: str, split: Split | None, source: int, rules: In
         str(path),
         name,
         kind,
-        packing,
+        cast(Packing, packing),
         stat.st_size,
         stat.st_mtime_ns,
         split,
         units,
-        tokenizer,  # type: ignore[arg-type]
+        tokenizer,
     )
 
 

@@ -49,7 +49,7 @@ class Fencing:
             self.ask(node, links)
 
     def probe(self, links: Mapping[str, Link]) -> None:
-        """Agents that have not answered yet: a refused connection is the fact that one is gone (`post("gone", node)`)."""
+        """Ask agents that have not answered yet: a refused connection says that one is gone (`post("gone", node)`)."""
         for node in self._asked - self.answers.keys():
             link = links.get(node)
             if self.under_way and link is not None and link.peer:

@@ -1,4 +1,4 @@
-"""What tests/plan/test_plan_memory.py runs on each rank: a few steps of a model with at least 500 MB of state; its peak."""
+"""What test_plan_memory.py runs on each rank: a few steps of a model with at least 500 MB of state; its peak."""
 
 from __future__ import annotations
 
