@@ -7,7 +7,6 @@ of an agent, so that it runs the same against fakes. Traffic is O(nodes): one ou
 from __future__ import annotations
 
 import queue
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +18,7 @@ from mula_ray.elastic import events as ev
 from mula_ray.elastic.hang import HangDetector, Heartbeats
 from mula_ray.elastic.memory import usable_memory
 from mula_ray.elastic.policy import decide, notable
-from mula_ray.elastic.state import Phase, PolicyConfig, initial
+from mula_ray.elastic.state import PolicyConfig, initial
 from mula_ray.elastic.straggler import Windows
 from mula_ray.runtime.board import STOP_DISK, STOP_MEMORY
 from mula_ray.runtime.fencing import Fencing
@@ -318,7 +317,7 @@ class Conductor:
         self._watcher.news(kind, number, {**body, "node": node})
         generation = self.generation
         if kind == "fault":
-            self._fault(body["fault"])
+            self._strike(body["fault"])
         if generation is None or number != generation.number:
             return
         if kind == "peak":
@@ -391,24 +390,11 @@ class Conductor:
 
     # ---- rehearsals ------------------------------------------------------------------------------------------------
 
-    def _fault(self, fault: Fault) -> None:
-        self._fired.add(fault.serial)
-        self._strike(fault)
-
     def _strike(self, fault: Fault) -> None:
         """Play what a rank cannot play on itself."""
+        self._fired.add(fault.serial)
         self._watcher.fault(fault)
         if fault.kind == "disk-full" and self.saves is not None:
             self.saves.fault = "disk-full"
         if self.generation is not None:
             strike(self.generation, fault)
-
-    @property
-    def phase(self) -> Phase:
-        """Of the policy."""
-        return self.state.phase
-
-
-def new_secret() -> str:
-    """For the agents of a run to know each other."""
-    return secrets.token_hex(32)

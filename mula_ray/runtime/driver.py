@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -31,7 +32,7 @@ from mula_ray.elastic.state import State, policy_config
 from mula_ray.plan.layout import param_specs
 from mula_ray.plan.legal import legal_topology
 from mula_ray.runtime import inject, seam
-from mula_ray.runtime.conductor import Conductor, new_secret
+from mula_ray.runtime.conductor import Conductor
 from mula_ray.runtime.folder import RunFolder, facts_of, open_folder, versions, write_exit
 from mula_ray.runtime.local import LocalCluster
 from mula_ray.runtime.messages import RunFacts
@@ -106,7 +107,7 @@ def _earlier(request: TrainRequest) -> LocalCluster | None:
 
 def _facts(request: TrainRequest, data: RunData, folder: RunFolder, faults: tuple[inject.Fault, ...]) -> RunFacts:
     if "secret" not in folder.state:
-        folder.remember(secret=new_secret(), run_id=folder.run_id)
+        folder.remember(secret=secrets.token_hex(32), run_id=folder.run_id)
     return RunFacts(
         folder.run_id,
         str(request.run_dir.resolve()),

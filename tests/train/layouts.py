@@ -42,7 +42,7 @@ class Case:
     schedule: str = "1f1b"
     virtual: int = 1
     steps: int = 5
-    seed: int = 3
+    seed: int = 7
     stop_at: int | None = None
     bucket_mb: float = 0.01
 
