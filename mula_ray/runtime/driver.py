@@ -39,6 +39,7 @@ from mula_ray.runtime.messages import RunFacts
 from mula_ray.runtime.outputs import Outputs, quiet_screen
 from mula_ray.runtime.prometheus import RayMetrics
 from mula_ray.runtime.saves import Saves
+from mula_ray.runtime.signals import stop_signals
 from mula_ray.runtime.view import View
 
 DEADLINE_SPAN_S = 60.0
@@ -261,15 +262,8 @@ class _Job:
             hard = number == signal.SIGINT and self._signals > 1
             self._conductor.post("event", ev.StopRequested(name, hard))
 
-        if threading.current_thread() is not threading.main_thread():
+        with stop_signals(handle):
             yield
-            return
-        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, old in before.items():
-                signal.signal(number, old)
 
     def _watch_head(self) -> None:
         """The head's control service must answer; without it nothing can be decided any more."""

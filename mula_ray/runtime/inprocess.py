@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from mula_ray.runtime import inject
 from mula_ray.runtime.faults import RankFaults
 from mula_ray.runtime.folder import RunFolder, facts_of, open_folder, versions, write_exit
 from mula_ray.runtime.outputs import Outputs
+from mula_ray.runtime.signals import stop_signals
 from mula_ray.train import loop
 from mula_ray.train.engine import Engine
 from mula_ray.train.peak import measure_peak_tflops
@@ -258,12 +258,5 @@ class _Run:
                 raise KeyboardInterrupt
             self._control.why = signal.Signals(number).name
 
-        if threading.current_thread() is not threading.main_thread():
+        with stop_signals(handle):
             yield
-            return
-        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, old in before.items():
-                signal.signal(number, old)
