@@ -20,14 +20,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mula_ray.bench.timing import Row, report, row
 from mula_ray.config.environment import auth_variables
 from mula_ray.runtime.local import LocalCluster
-from mula_ray.train.records import read_lines
+from mula_ray.train.records import Tail, read_lines
 
 CASES = ("kill-rank-32mb", "kill-rank-256mb", "freeze-rank-32mb", "kill-node-32mb")
 BOUND_S = 300.0
@@ -56,10 +56,14 @@ class Side:
     pids: Callable[[], dict[int, int]]
     stop: Callable[[], None]
     node: Callable[[], None] | None = None
+    _tail: Tail = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._tail = Tail(self.folder / "metrics.jsonl")
 
     def steps(self) -> list[dict[str, Any]]:
         """Lines of metrics."""
-        return [line for line in read_lines(self.folder / "metrics.jsonl").lines if "loss" in line]
+        return self._tail.read()
 
     @staticmethod
     def start_of(line: dict[str, Any]) -> Any:

@@ -29,6 +29,8 @@ class StreamPlan:
     document_mask: bool
     chunk_steps: int
     """Steps read at a time."""
+    stop: int
+    """One past the last step of the run."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class ChunkReader:
     def read(self, first: int) -> Chunk:
         """The chunk that starts at step `first`."""
         plan = self._plan
-        steps = np.arange(first, first + plan.chunk_steps, dtype=np.int64)
+        steps = np.arange(first, min(first + plan.chunk_steps, plan.stop), dtype=np.int64)
         numbers = steps[:, None] * plan.global_batch + np.array(plan.offsets, dtype=np.int64)
         windows = self._order.windows(numbers).reshape(-1)
         context = plan.data.context
@@ -106,7 +108,8 @@ class ChunkReader:
         return Chunk(first, numbers, tokens, starts)
 
     def serve(self, spec: RingSpec) -> Iterator[Chunk]:
-        """A chunk for each request that the agent writes into its ring, until the ring closes or the agent dies."""
+        """A chunk for each request that the agent writes into its ring, until the one with the run's last step, or
+        until the ring closes or the agent dies."""
         ring = RingReader.attach(spec)
         served = 0
         while ring is not None and not ring.closed:
@@ -116,3 +119,5 @@ class ChunkReader:
                 continue
             served = number
             yield self.read(first)
+            if first + self._plan.chunk_steps >= self._plan.stop:
+                return

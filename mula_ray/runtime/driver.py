@@ -36,6 +36,7 @@ from mula_ray.runtime.conductor import Conductor
 from mula_ray.runtime.folder import RunFolder, facts_of, open_folder, versions, write_exit
 from mula_ray.runtime.local import LocalCluster
 from mula_ray.runtime.messages import RunFacts
+from mula_ray.runtime.osproc import stand_back
 from mula_ray.runtime.outputs import Outputs, quiet_screen
 from mula_ray.runtime.prometheus import RayMetrics
 from mula_ray.runtime.saves import Saves
@@ -65,6 +66,7 @@ def train(request: TrainRequest) -> int:
                 config.cluster.nodes + config.cluster.spares, config.cluster.tiles_per_node, config.elastic.orphan_s
             )
             stack.callback(cluster.end)
+            stand_back(os.getpid())
         print(f"run folder: {request.run_dir}", flush=True)
         data = open_run_data(config)
         folder = open_folder(request, data)

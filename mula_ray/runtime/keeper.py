@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mula_ray.runtime import wire
-from mula_ray.runtime.osproc import adopt_orphans, descendants, die_with_parent, kill_verified
+from mula_ray.runtime.osproc import adopt_orphans, descendants, die_with_parent, kill_verified, stand_back
 
 OBJECT_STORE_BYTES = 80 << 20
 ADD_TRIES = 3
@@ -79,6 +79,8 @@ class RayNodes:
         starters = [head, *(_Starter(self._add) for _ in range(count if head.error is None else 0))]
         for starter in starters:
             starter.result()
+        for info in self._head.all_processes.get("gcs_server", ()):  # not raylets: the ranks descend from them
+            stand_back(info.process.pid)
 
     def add(self) -> str:
         """One more node; returns its name."""
@@ -176,21 +178,28 @@ class Keeper:
         self._drivers: set[socket.socket] = set()
         self._idle_since: float | None = time.monotonic()
         self._lock = threading.Lock()
+        self._child_ended = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(folder / "keeper.sock"))
         self._listener.listen(64)
 
     def run(self) -> None:
         """Until no driver is left."""
+        signal.signal(signal.SIGCHLD, self._on_child)
         threading.Thread(target=self._accept, daemon=True).start()
         threading.Thread(target=self._start, daemon=True).start()
-        while not self._ended.wait(0.1):
+        while not self._ended.wait(0.25):
             with self._lock:
                 idle = self._idle_since
             if idle is not None and time.monotonic() - idle > self._orphan_s:
                 break
-            self._reap()
+            if self._child_ended:
+                self._child_ended = False
+                self._reap()
         self.end()
+
+    def _on_child(self, *_: Any) -> None:
+        self._child_ended = True
 
     def _start(self) -> None:
         try:

@@ -36,6 +36,24 @@ HEALTH = {
 }
 """Ray's own health checks are only the backstop of ours; nothing is started before it is asked for."""
 
+UNHURRIED = {
+    "RAY_raylet_report_resources_period_milliseconds": "1000",
+    "RAY_gcs_pull_resource_loads_period_milliseconds": "10000",
+    "RAY_local_fs_monitor_interval_ms": "10000",
+    "RAY_memory_monitor_refresh_ms": "2000",
+    "RAY_raylet_check_gc_period_milliseconds": "5000",
+    "RAY_report_worker_backlog_interval_ms": "10000",
+    "RAY_kill_idle_workers_interval_ms": "5000",
+    "RAY_metrics_report_interval_ms": "60000",
+    "RAY_event_stats": "0",
+    "RAY_event_stats_print_interval_ms": "0",
+    "RAY_io_context_monitor_probe_interval_ms": "10000",
+    "RAY_io_context_event_loop_lag_collection_interval_ms": "60000",
+    "RAY_worker_niceness": "0",
+}
+"""Ray's processes share the cores with the ranks here: what they do by the clock is done less often, and the ranks,
+descendants of Ray's workers, stand behind nobody (Ray gives its workers niceness 15)."""
+
 
 @dataclass
 class LocalCluster:
@@ -60,7 +78,7 @@ class LocalCluster:
             with os.fdopen(handle, "w") as file:
                 file.write(secrets.token_hex(32))
             environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-            environment |= {**QUIET, **HEALTH} | auth_variables(str(folder / "token"))
+            environment |= {**QUIET, **HEALTH, **UNHURRIED} | auth_variables(str(folder / "token"))
             command = [
                 sys.executable,
                 "-m",

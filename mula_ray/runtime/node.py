@@ -29,7 +29,7 @@ from mula_ray.runtime.inject import KINDS, Fault
 from mula_ray.runtime.jobs import StoreJob
 from mula_ray.runtime.memory import NodeMemory
 from mula_ray.runtime.messages import FenceAnswer, News, NodeFacts, RankSpec, Report, RunFacts, SeatSpec
-from mula_ray.runtime.osproc import descendants, die_with_parent
+from mula_ray.runtime.osproc import descendants, die_with_parent, stand_back
 from mula_ray.runtime.parts import Part, write_part_of
 from mula_ray.runtime.peers import PeerLink, PeerServer
 from mula_ray.runtime.pulse import PulseTaker
@@ -52,7 +52,7 @@ class NodeAgent:
         self._zygote = self._start_zygote()
         self._memory = NodeMemory(cluster.tiles_per_node, self._shape)
         self._hub = Hub(self._on_message)
-        self._peers = PeerServer(host, secret, self._memory.take, self._memory.give)
+        self._peers = PeerServer(host, secret, self._memory.take, self._memory.give, self.poll)
         self._writer = WriterProcess(f"node {node}")
         self._pulses = PulseTaker(node)
         self._news: list[News] = []
@@ -73,6 +73,7 @@ class NodeAgent:
         setups = [tile_setup(cluster, tile) for tile in range(cluster.tiles_per_node)]
         self._cores = [cores for _, cores in setups]
         self._tiles = Tiles([environment | own for own, _ in setups], self._zygote.address, cluster.rank_start)
+        stand_back(os.getpid())  # after the zygote, whose niceness the ranks inherit
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     # ---- start ----------------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ class Roster:
             self.lost(name, bar_s=random.uniform(0.5, 3.0))
             return
         if not self._stop.is_set():
-            self._joined(RayLink(name, handle, facts.peer, facts.tiles, _domain(facts)))
+            self._joined(RayLink(name, handle, facts.peer, facts.tiles, _domain(facts), self._secret))
 
     def _wait(self, node_id: str, handle: Any) -> NodeFacts | None:
         """The agent's first word; None when it failed, or should make way for another run's agent on the same node.

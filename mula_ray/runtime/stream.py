@@ -39,12 +39,12 @@ from mula_ray.data.source import RunData
 from mula_ray.plan.order import share
 from mula_ray.runtime.chunks import Chunk, StreamPlan
 
-_CHUNK_BYTES = 4 << 20
-_MAX_CHUNK_STEPS = 256
+_CHUNK_BYTES = 16 << 20
+_MAX_CHUNK_STEPS = 2048
 _KEPT_STEPS = 8
 _WORTH_STEPS = 32
 _FIRST_PAUSE_S = 1.0
-_POLL_S = (0.002, 0.05)
+_POLL_S = (0.002, 0.2)
 _STOP_S = 3.0
 _RETRIES = 3
 
@@ -97,7 +97,7 @@ class NodeStream:
             stop_step: one past the last step of the run
             shares: of each tile of this node, in tile order; the position is the rank's `cell`
         """
-        plan = make_plan(self._data, shares, self._prefetch)
+        plan = make_plan(self._data, shares, self._prefetch, stop_step)
         if plan != self._plan or self._ring is None or self._ring.spec.cells != len(shares):
             self._drop()
             if plan is None:
@@ -132,7 +132,7 @@ class NodeStream:
         self._plan = self._ring = self._filler = None
 
 
-def make_plan(data: RunData, shares: Sequence[Share], prefetch: int) -> StreamPlan | None:
+def make_plan(data: RunData, shares: Sequence[Share], prefetch: int, stop: int) -> StreamPlan | None:
     """What the tiles of a node read in every step, each sample once although TP and pipeline ranks share it."""
     if not shares:
         return None
@@ -145,7 +145,7 @@ def make_plan(data: RunData, shares: Sequence[Share], prefetch: int) -> StreamPl
     width = (data.context + 1) * token_dtype(data.vocab_size).itemsize
     step_bytes = len(offsets) * (width + (4 * data.context if first.document_mask else 0))
     steps = min(_MAX_CHUNK_STEPS, max(prefetch, _CHUNK_BYTES // step_bytes))
-    return StreamPlan(data, first.global_batch, tuple(sorted(offsets)), first.document_mask, steps)
+    return StreamPlan(data, first.global_batch, tuple(sorted(offsets)), first.document_mask, steps, stop)
 
 
 def open_ray_stream(plan: StreamPlan, spec: RingSpec) -> Iterator[Chunk]:
@@ -220,8 +220,8 @@ class _Filler:
             if wanted is None or wanted >= wish.stop:
                 continue
             now = time.monotonic()
-            if wanted > last >= 0:  # follow fast steps closely, slow ones lazily
-                pause = min(_POLL_S[1], max(_POLL_S[0], (now - since) / (wanted - last) / 2))
+            if wanted > last >= 0:  # come back when a quarter of what lies in the ring is used up
+                pause = min(_POLL_S[1], max(_POLL_S[0], (now - since) / (wanted - last) * self._prefetch / 4))
             if wanted != last:
                 last, since = wanted, now
             if self._worth(wish, wanted):
@@ -231,7 +231,7 @@ class _Filler:
         """A new stream costs seconds of processor time: not for a run that ends before, nor while ranks start."""
         if self._failures >= _RETRIES:
             return False
-        if self._stream is not None:
+        if self._stream is not None or (self._chunk is not None and self._chunk.covers(wanted)):
             return True
         if wanted <= wish.start or wish.stop - wanted < _WORTH_STEPS:
             return False
@@ -266,16 +266,17 @@ class _Filler:
             if now is not None and now > step:
                 self._stats.late_steps += now - step
                 return None
-        if not self._asked and step >= chunk.first + self._plan.chunk_steps // 2:
-            self._ask(chunk.first + self._plan.chunk_steps)
+        following = chunk.first + self._plan.chunk_steps
+        if not self._asked and following < self._plan.stop and step >= chunk.first + self._plan.chunk_steps // 2:
+            self._ask(following)
         return chunk.step(step)
 
     def _next_chunk(self, step: int) -> Chunk | None:
         """The chunk that holds `step`, waited for; None when the stream has ended."""
-        if self._stream is None:
-            self._stats.streams += 1
-            self._stream = self._open(self._plan, self._ring.spec)
         while not self._stop.is_set():
+            if self._stream is None:
+                self._stats.streams += 1
+                self._stream = self._open(self._plan, self._ring.spec)
             if not self._asked:
                 self._ask(step)
             chunk = next(self._stream, None)
@@ -283,6 +284,8 @@ class _Filler:
             if chunk is None:
                 return None
             self._stats.chunks += 1
+            if chunk.first + self._plan.chunk_steps >= self._plan.stop:
+                self._finish()
             if chunk.covers(step):  # otherwise it was asked for before the ranks went elsewhere
                 return chunk
         return None
@@ -290,6 +293,12 @@ class _Filler:
     def _ask(self, first: int) -> None:
         self._ring.ask(first)
         self._asked = True
+
+    def _finish(self) -> None:
+        """The run's last chunk is here: let Ray Data end, whose executor looks about ten times a second."""
+        if self._stream is not None:
+            next(self._stream, None)
+        self._stream = None
 
     def _forget(self) -> None:
         self._stream = self._chunk = None

@@ -15,6 +15,7 @@ from typing import Any
 from mula_ray.runtime.board import Board
 from mula_ray.runtime.forks import Child, Forks, spawn_child
 from mula_ray.runtime.messages import RankSpec
+from mula_ray.runtime.osproc import stand_back
 from mula_ray.runtime.zygote import Job
 
 RANK_ENTRY = "mula_ray.runtime.rank:main"
@@ -35,6 +36,8 @@ class TileWorker:
         self._killing = False
         self._fenced = -1
         self.board = Board()
+        if preloaded:  # else the ranks are our own children and would inherit it
+            stand_back(os.getpid())
 
     def hello(self) -> tuple[int, str, int]:
         """(tile, path of the board, pid)."""

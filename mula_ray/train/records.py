@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,30 @@ def read_lines(path: Path) -> Lines:
             else:
                 bad += 1
     return Lines(lines, bad)
+
+
+class Tail:
+    """Follows a JSON-lines file that is being written: `lines` grows by what was added since the last `read`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+        self.lines: list[Line] = []
+
+    def read(self) -> list[Line]:
+        """Whole lines only: a last one without its end is read when it has one."""
+        if not self._path.exists() or self._path.stat().st_size == self._at:
+            return self.lines
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            for raw in file:
+                if not raw.endswith(b"\n"):
+                    break
+                self._at += len(raw)
+                with contextlib.suppress(ValueError):
+                    value = json.loads(raw)
+                    if isinstance(value, dict):
+                        self.lines.append(value)
+        return self.lines
 
 
 @dataclass(frozen=True)

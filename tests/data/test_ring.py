@@ -99,7 +99,7 @@ def filled(plan: StreamPlan, steps: range, depth: int = 6, cells: int = 1) -> Ri
 def test_ring_and_shards_give_the_same_bytes(config: RunConfig) -> None:
     data = open_run_data(config)
     shares = shares_of(config, 4, [1, 2])
-    plan = make_plan(data, shares, 4)
+    plan = make_plan(data, shares, 4, 100)
     assert plan is not None
     ring = filled(plan, range(5, 11), cells=2)
     for cell, part in enumerate(shares):
@@ -117,7 +117,7 @@ def test_a_torn_slot_is_never_used(tmp_path: Path, what: str) -> None:
     config = config_of(make_set(tmp_path / "set", [[900]]))
     data = open_run_data(config)
     shares = shares_of(config, 1, [0])
-    plan = make_plan(data, shares, 4)
+    plan = make_plan(data, shares, 4, 100)
     assert plan is not None
     ring = filled(plan, range(4))
     slot = ring._slot(2)
