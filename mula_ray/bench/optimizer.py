@@ -127,9 +127,8 @@ def _one_step(optimizer: Epso, step: int, noise: torch.Tensor, groups: Groups) -
     reduced, cpu = time.perf_counter(), time.thread_time()
     optimizer.squared_norm()
     optimizer.update(step, 1e-4, 0.5, gather=False)
-    cpu = time.thread_time() - cpu
+    updated, cpu = time.perf_counter(), time.thread_time() - cpu
     barrier(groups.control)
-    updated = time.perf_counter()
     optimizer.load_done()  # the gathering alone: working weights from masters, then everybody's
     barrier(groups.control)
     return updated - reduced, cpu, time.perf_counter() - start

@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -56,6 +55,7 @@ class Side:
     pids: Callable[[], dict[int, int]]
     stop: Callable[[], None]
     node: Callable[[], None] | None = None
+    restock: Callable[[], None] = lambda: None
     _tail: Tail = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,8 +71,8 @@ class Side:
         return line.get("pid", line["generation"])
 
 
-def run(cases: Sequence[str] | None = None, kills: int = 20, baseline_kills: int = 3) -> dict[str, Any]:
-    """The benchmark's JSON object; `kills` failures a case (nodes: a quarter as many)."""
+def run(cases: Sequence[str] | None = None, repeats: int = 20, baseline_kills: int = 3) -> dict[str, Any]:
+    """The benchmark's JSON object; `repeats` failures a case (nodes: a quarter as many)."""
     rows: list[Row] = []
     base = Path(tempfile.mkdtemp(prefix="bench-recovery-"))
     try:
@@ -86,7 +86,7 @@ def run(cases: Sequence[str] | None = None, kills: int = 20, baseline_kills: int
             rows.append(row("kill-rank-32mb", f"{name}_p50_s", against[name], "s"))
         for case in cases or CASES:
             kind, _, size = case.rpartition("-")
-            count = max(3, kills // 4) if kind == "kill-node" else kills
+            count = max(3, repeats // 4) if kind == "kill-node" else repeats
             side = _ours(base / case, size)
             try:
                 seconds = sorted(measure(side, kind, count))
@@ -118,6 +118,8 @@ def measure(side: Side, kind: str, count: int) -> list[float]:
             os.kill(pids[turn % len(pids)], signal.SIGKILL if kind == "kill-rank" else signal.SIGSTOP)
         _wait(side, lambda old=old: side.start_of(side.steps()[-1]) != old)  # type: ignore[misc]
         found.append(max(0.0, time.monotonic() - failed - own))
+        if kind == "kill-node":  # the next loss shall find a spare again
+            side.restock()
     return found
 
 
@@ -170,14 +172,21 @@ def _ours(folder: Path, size: str) -> Side:
 
     def node() -> None:
         cluster.kill_node(events("generation_start")[-1]["nodes"][0])
-        # A fresh one takes the spare's place; it joins while the run recovers.
-        threading.Thread(target=cluster.add_node, daemon=True).start()
+
+    def restock() -> None:
+        def joined() -> int:
+            return sum(event["change"] == "joined" for event in events("membership"))
+
+        before, end = joined(), time.monotonic() + BOUND_S
+        cluster.add_node()
+        while joined() == before and time.monotonic() < end:
+            time.sleep(0.1)
 
     def stop() -> None:
         _end(process)
         cluster.end()
 
-    return Side(run_dir, process, pids, stop, node)
+    return Side(run_dir, process, pids, stop, node, restock)
 
 
 def _pid_files(folder: Path) -> Callable[[], dict[int, int]]:

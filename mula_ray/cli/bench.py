@@ -21,13 +21,16 @@ NAMES = ("moe", "step", "optimizer", "comm", "checkpoint", "recovery", "pipeline
 def bench(
     name: Annotated[str, typer.Argument(metavar="NAME", help=", ".join(NAMES))],
     case: Annotated[list[str] | None, typer.Option(help="only this case; repeatable")] = None,
+    repeats: Annotated[int | None, typer.Option(help="recovery only: failures a case")] = None,
     as_json: Json = False,
 ) -> int:
     """Run one benchmark side by side with what it is measured against."""
     if name not in NAMES:
         raise UserError(f"bench {name!r} does not exist; choose one of {', '.join(NAMES)}")
+    if repeats is not None and (name != "recovery" or repeats < 1):
+        raise UserError(f"--repeats {repeats} is for bench recovery, and at least 1; leave it out for bench {name}")
     module = importlib.import_module(f"mula_ray.bench.{name}")
-    result: dict[str, Any] = module.run(cases=tuple(case) if case else None)
+    result: dict[str, Any] = module.run(cases=tuple(case) if case else None, **({} if repeats is None else {"repeats": repeats}))
     typer.echo(json.dumps(result) if as_json else _table(result))
     return 0
 
