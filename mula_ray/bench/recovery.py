@@ -40,7 +40,7 @@ parallel: {{ep: 2}}
 optim: {{warmup_steps: 10}}
 train: {{steps: 1000000, global_batch: 4, micro_batch: 1, dtype: fp32, eval_samples: 0}}
 checkpoint: {{every: {every}}}
-elastic: {{policy: wait, orphan_s: 20}}
+elastic: {{policy: wait, orphan_s: 20, snapshot_every: 1}}
 metrics: {{peak_tflops: 0.1, experts: false}}
 cluster: {{nodes: 2, tiles_per_node: 2, spares: 1}}
 """

@@ -89,7 +89,9 @@ class ElasticConfig(Section):
     )
     min_dp: PositiveInt = 1
     wait_s: PositiveFloat = Field(600.0, description="longest wait for nodes before the run stops, seconds")
-    snapshot_every: NonNegativeInt | Literal["auto"] = "auto"
+    snapshot_every: NonNegativeInt | Literal["auto"] = Field(
+        "auto", description="steps between snapshots in memory; auto: every step if that costs 5 % or less; 0 none"
+    )
     orphan_s: PositiveFloat = Field(30.0, description="how long anything outlives the driver, seconds")
     max_recoveries: PositiveInt = Field(5, description="recoveries without a new committed step that count as systemic")
     skip_bad_data: bool = Field(False, description="skip a window that fails numerically on two sets of hardware")

@@ -17,6 +17,7 @@ from mula_ray.checkpoint.buffers import select
 from mula_ray.checkpoint.failures import StoreFailure
 from mula_ray.checkpoint.snapshot import SnapshotBuffer
 from mula_ray.config.run import RunConfig
+from mula_ray.elastic.interval import Cadence
 from mula_ray.plan.pieces import Piece
 from mula_ray.plan.scatter import scatter
 from mula_ray.runtime.board import COPIED, SAVE, SNAPSHOT, STOP, STOP_DISK, Board
@@ -44,6 +45,9 @@ class RankSnapshots:
         self._other = SnapshotBuffer(spec.model_memory)
         self._meta = {"rank": spec.rank, "dp": spec.topology.dp, "run": spec.run.run_id}
         self._last = -1
+        self._ended = time.perf_counter()
+        auto = spec.run.config.elastic.snapshot_every == "auto"
+        self._cadence = Cadence(spec.run.config.cluster.nodes) if auto else None
         self.records: deque[str] = deque(maxlen=KEPT_RECORDS)
         self._shares: dict[str, list[Piece]] = {}
         layout = spec.topology
@@ -69,9 +73,11 @@ class RankSnapshots:
         words = self._board.words
         save = self._due(step, self._config.checkpoint.every) or last or (stop and words[STOP] == STOP_DISK)
         save = save or (0 < words[SAVE] == step)
-        every = self._spec.snapshot_every
+        every = self._every
         model = self._due(step, self._config.checkpoint.persist_every)
+        step_s = began - self._ended
         if not (save or model or stop or (every and step % every == 0)):
+            self._ended = began
             return 0.0
         self._board.enter("snapshot", step)
         if save and not self._replicated:
@@ -83,7 +89,25 @@ class RankSnapshots:
             self._scattered(step, "full")
         if model:
             self._scattered(step, "model")
-        return time.perf_counter() - began
+        self._ended = time.perf_counter()
+        if self._cadence is not None and not self._cadence.agreed:
+            self._measured(self._ended - began, step_s)
+        return self._ended - began
+
+    @property
+    def _every(self) -> int:
+        """Steps between snapshots."""
+        return self._spec.snapshot_every if self._cadence is None else self._cadence.every
+
+    def _measured(self, stall_s: float, step_s: float) -> None:
+        """`snapshot_every: auto`: after some steps with snapshots, all ranks agree on what they can afford."""
+        assert self._cadence is not None
+        self._cadence.took(stall_s, step_s)
+        if self._cadence.due:
+            told = self._exchange("cadence", pickle.dumps(self._cadence.mine))
+            self._cadence.agree([pickle.loads(other) for other in told])
+            if self._spec.rank == 0:
+                self._tell({"kind": "cadence", "every": self._cadence.every})
 
     @staticmethod
     def _due(step: int, every: int) -> bool:

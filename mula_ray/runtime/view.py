@@ -140,6 +140,8 @@ class View:
                 self._recovered(generation, record.step)
         elif kind == "eval":
             self._out.evaluation(body["record"])
+        elif kind == "cadence":
+            self._out.events.add("snapshot_cadence", generation, every=body["every"])
         elif kind == "ready":
             self._out.events.add("rank_ready", generation, rank=body["rank"], node=body["node"], pid=body["pid"])
             if self._recovery is None:

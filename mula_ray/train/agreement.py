@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mula_ray.data.ledger import SampleSum
 from mula_ray.optim.integrity import ReplicaHashes
 from mula_ray.parallel.collectives import all_reduce
 from mula_ray.parallel.executor import Sums
 from mula_ray.parallel.groups import Group
 
-_FLAGS = 3
+_FLAGS = 5
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Verdict:
     unequal: tuple[str, ...]
     """replica groups whose working weights differ"""
     experts: ExpertStats | None
+    samples: SampleSum = SampleSum()
 
 
 def agree(
@@ -67,6 +69,7 @@ def agree(
     damaged: bool,
     hashes: tuple[ReplicaHashes, Tensor] | None,
     statistics: bool,
+    samples: SampleSum,
 ) -> Verdict:
     """All-reduce over the control `group`.
 
@@ -75,16 +78,18 @@ def agree(
         speaks: False on ranks that hold the same samples as another one (TP).
         hashes: this rank's `ReplicaHashes` vector, where weights are compared in this step.
         statistics: whether expert loads are summed over all ranks.
+        samples: that this rank read and no other one.
     """
     layers, experts = sums.counts_LE.shape
     statistics = statistics and experts > 0
     parts = [sums.scalars] + ([sums.counts_LE.flatten(), sums.entropy_L] if statistics else [])
     counted = torch.cat(parts).cpu()
-    own = torch.tensor([float(squared_norm), float(stop), float(damaged)], dtype=torch.float64)
+    flags = [float(squared_norm), float(stop), float(damaged), float(samples.count), float(samples.crc_sum)]
+    own = torch.tensor(flags, dtype=torch.float64)
     tail = [] if hashes is None else [hashes[1]]
     vector = torch.cat([counted if speaks else torch.zeros_like(counted), own, *tail])
     all_reduce(vector, group)
-    flags = vector[counted.numel() :]
+    told = vector[counted.numel() :].tolist()
     ce, tokens, sequences, balance, z = vector[:5].tolist()
     stats = None
     if statistics:
@@ -95,9 +100,10 @@ def agree(
         balance=balance / sequences if tokens else math.nan,
         z=z / tokens if tokens else math.nan,
         tokens=int(tokens) if math.isfinite(tokens) else 0,
-        squared_norm=float(flags[0]),
-        stop=bool(flags[1] > 0),
-        damaged_ranks=int(flags[2]),
-        unequal=() if hashes is None else tuple(hashes[0].unequal(flags[_FLAGS:])),
+        squared_norm=told[0],
+        stop=told[1] > 0,
+        damaged_ranks=int(told[2]),
+        unequal=() if hashes is None else tuple(hashes[0].unequal(vector[counted.numel() + _FLAGS :])),
         experts=stats,
+        samples=SampleSum(int(told[3]), int(told[4])),
     )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mula_ray.config.run import RunConfig
+from mula_ray.data.ledger import SampleSum, sample_sum
 from mula_ray.optim.epso import Epso, clip_factor, epso_sharding
 from mula_ray.optim.integrity import ReplicaHashes, StateGuard
 from mula_ray.optim.schedule import learning_rate
@@ -69,6 +70,8 @@ class StepResult:
     damage: str = ""
     """empty, or which state or weights are not what they should be; then nothing was changed, on no rank"""
     experts: ExpertStats | None = None
+    samples: SampleSum = SampleSum()
+    """what all ranks together read"""
     phases: dict[str, float] = field(default_factory=dict)
     """seconds of forward_backward, reduce, agree, update; of the first, dispatch is waiting for the EP group's calls"""
 
@@ -127,6 +130,7 @@ class Engine:
         expected = self.config.train.global_batch
         divisors = Divisors(float(expected), float(expected * self.config.data.context))
         sums = Sums(self.config.model, self.device)
+        samples = self._read(batches)
         with clock.phase("forward_backward"):
             batches = self._executor.complete([batch.to(self.device) for batch in batches])
             self.optimizer.begin_step(len(batches))
@@ -135,7 +139,7 @@ class Engine:
         with clock.phase("reduce"):
             squared = self.optimizer.reduce()
         with clock.phase("agree"):
-            verdict, damage = self._agree(step, sums, squared, stop)
+            verdict, damage = self._agree(step, sums, squared, stop, samples)
         # The sums were divided by the batch that the configuration promises; correct when another one came.
         correction = divisors.tokens / verdict.tokens if verdict.tokens else 1.0
         norm = math.sqrt(verdict.squared_norm) * correction if verdict.squared_norm >= 0 else math.nan
@@ -162,6 +166,7 @@ class Engine:
             cause="" if finite else _cause(verdict, norm) + self._seen(sums),
             damage=damage,
             experts=verdict.experts,
+            samples=verdict.samples,
             phases=dict(clock.seconds),
         )
 
@@ -201,7 +206,16 @@ class Engine:
             return make_executor(self.stages, self.config, self.topology, self.rank, self.groups, sink)
         return SingleStage(self.stages[0], self.config.model)
 
-    def _agree(self, step: int, sums: Sums, squared: Tensor, stop: bool) -> tuple[Verdict, str]:
+    def _read(self, batches: list[MicroBatch]) -> SampleSum:
+        """What this rank read and its TP and pipeline neighbours leave to it to count."""
+        at = self.topology.coords(self.rank)
+        if at.tp or at.pp:
+            return SampleSum()
+        return sample_sum((batch.tokens.cpu().numpy(), batch.weight.cpu().numpy()) for batch in batches)
+
+    def _agree(
+        self, step: int, sums: Sums, squared: Tensor, stop: bool, samples: SampleSum
+    ) -> tuple[Verdict, str]:
         """The agreement, and what is damaged, in words ("" if nothing is)."""
         found = self._guard.damaged()
         at = self.topology.coords(self.rank)
@@ -218,6 +232,7 @@ class Engine:
             damaged=bool(found),
             hashes=hashes,
             statistics=self.config.metrics.experts,
+            samples=samples,
         )
         words = [f"optimizer state of rank {self.rank} changed at rest: {', '.join(found)}"] if found else []
         if verdict.damaged_ranks and not found:

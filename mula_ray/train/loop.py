@@ -214,6 +214,7 @@ def _record(
         mfu=mfu(config.model, config.data.context, rate, plan.world, plan.peak_tflops),
         step_s=seconds,
         data_wait_s=waited,
+        samples=result.samples,
         phases=phases,
         experts=window.add(step, _load(result.experts)) if window is not None and result.experts is not None else {},
     )

@@ -13,6 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from mula_ray.data.ledger import SampleSum
+
 Reduction = Literal["sum", "mean", "max", "min"]
 
 PHASES: tuple[str, ...] = (
@@ -153,6 +155,8 @@ class StepRecord:
     as in checkpoints and events. Seconds are wall time; `tokens` are those of this step, over all ranks; `step_s` is
     the whole step, data wait and checkpoint stall included.
 
+    `samples` is the ledger (`data/ledger.py`): how many samples the ranks read, and the sum of their checksums.
+
     `loss` is the cross-entropy, mean over tokens; `aux_loss` and `z_loss` stand apart from it. `phases` are seconds by
     name (`PHASES`), of the reporting rank. `experts` is what `ExpertWindow.add` returned.
     """
@@ -169,6 +173,7 @@ class StepRecord:
     mfu: float
     step_s: float
     data_wait_s: float
+    samples: SampleSum = SampleSum()
     finite: bool = True
     phases: Mapping[str, float] = field(default_factory=dict)
     experts: Mapping[str, Any] = field(default_factory=dict)
@@ -184,6 +189,8 @@ class StepRecord:
             "grad_norm": self.grad_norm,
             "lr": self.lr,
             "tokens": self.tokens,
+            "samples": self.samples.count,
+            "samples_crc": self.samples.crc_sum,
             "tokens_per_s": round(self.tokens_per_s, 2),
             "mfu": round(self.mfu, 6),
             "step_s": round(self.step_s, 6),

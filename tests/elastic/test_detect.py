@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mula_ray.elastic.hang import Activity, HangDetector, Heartbeats, Pulse
-from mula_ray.elastic.interval import FailureRate, daly, overhead, save_every, snapshot_every
+from mula_ray.elastic.interval import Cadence, FailureRate, daly, overhead, save_every, snapshot_every
 from mula_ray.elastic.straggler import SlowRank, StragglerDetector, Windows, Work
 
 
@@ -217,7 +217,22 @@ def test_daly_near_the_true_optimum() -> None:
 
 def test_intervals_in_steps() -> None:
     assert snapshot_every(0.005, 0.2, 600) == 1
-    assert snapshot_every(1.0, 2.0, 3600) == save_every(1.0, 2.0, 3600) == round(daly(1.0, 3600) / 2.0)
+    assert snapshot_every(0.02, 0.2, 1e6) == 2, "as few apart as make it cheap"
+    assert snapshot_every(20.0, 2.0, 3600) == save_every(20.0, 2.0, 3600) == round(daly(20.0, 3600) / 2.0)
+
+
+def test_all_ranks_come_to_the_same_cadence() -> None:
+    ranks = [Cadence(3), Cadence(3)]
+    for index, cadence in enumerate(ranks):
+        for turn in range(20):
+            assert not cadence.due
+            cadence.took(9.0 if turn < 4 else 0.02 + 0.01 * index, 0.2)
+        assert cadence.due
+        assert cadence.every == 1
+    for cadence in ranks:
+        cadence.agree([other.mine for other in ranks])
+    assert {cadence.every for cadence in ranks} == {3}
+    assert not ranks[0].due
     assert save_every(0.0, 1.0, 100) == 1
     assert overhead(100.0, 1.0, 10_000.0, 10.0) == pytest.approx(0.01 + 60 / 10_000)
 

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from mula_ray.config.environment import auth_variables
+from mula_ray.config.load import load
+from mula_ray.data.ledger import SampleSum, expected
+from mula_ray.data.source import open_run_data
 from mula_ray.runtime.local import LocalCluster
 from mula_ray.train.records import read_lines
 
@@ -22,6 +25,7 @@ data: {path: stdlib, context: 32}
 optim: {lr: 1.0e-3, min_lr: 1.0e-4, warmup_steps: 4}
 train: {steps: 20, global_batch: 4, micro_batch: 2, dtype: fp32, eval_samples: 0}
 checkpoint: {every: 0}
+elastic: {snapshot_every: 1}
 metrics: {peak_tflops: 0.1}
 cluster: {nodes: 2, tiles_per_node: 1}
 """
@@ -80,6 +84,16 @@ class Run:
     def events(self, name: str) -> list[dict[str, Any]]:
         """Events of a kind."""
         return [line for line in read_lines(self.folder / "events.jsonl").lines if line["event"] == name]
+
+    def ledger_holds(self) -> bool:
+        """Whether every step read exactly the samples that the order gives it, each once: bytes, not claims."""
+        config = load(str(self.folder / "config.yaml")).config
+        data = open_run_data(config)
+        lines = [line for line in read_lines(self.folder / "metrics.jsonl").lines if "loss" in line]
+        wanted = {step: expected(data, step - 1, config.train.global_batch) for step in {line["step"] for line in lines}}
+        return bool(lines) and all(
+            SampleSum(line["samples"], line["samples_crc"]) == wanted[line["step"]] for line in lines
+        )
 
     def exit_code(self) -> int:
         """As `exit.json` has it."""

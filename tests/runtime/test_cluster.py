@@ -44,6 +44,7 @@ def test_failures_of_every_kind_do_not_show_and_runs_do_not_disturb_each_other(
     assert broken.wait() == 0, broken.report()
     assert sorted(broken.losses()) == list(range(1, 21))
     assert broken.losses() == unbroken.losses()
+    assert broken.ledger_holds()
     assert len(broken.events("injected")) == len(faults), broken.report()
     assert len(broken.events("recovery")) >= 5
     assert all(event["lost_steps"] == 0 for event in broken.events("recovery"))
