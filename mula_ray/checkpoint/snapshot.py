@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from mula_ray.checkpoint.buffers import ELEMENT, host_bytes
+from mula_ray.checkpoint.buffers import ELEMENT, host_bytes, is_device_tensor
 from mula_ray.checkpoint.failures import Damage, DamagedCheckpoint, StoreFailure
 from mula_ray.checkpoint.resharding import ReshardingReader, copy_converted
 from mula_ray.plan.format import BLOCK_BYTES, FileEntry, block_lengths
@@ -34,7 +34,7 @@ from mula_ray.plan.pieces import Piece
 
 EMPTY, WRITING, FILLED, SEALED = range(4)
 _PAGE = mmap.PAGESIZE
-_SEAL_THREADS = 2
+_COPY_THREADS = 2
 _HEADER = struct.Struct("<8sIIQQQQQQI")  # magic state pinned step generation serial table sums data, CRC of table
 _MAGIC = b"mulasnp1"
 
@@ -137,7 +137,7 @@ class SnapshotBuffer:
         """Copy the state into a free slot; when this returns the live tensors may change.
 
         `meta`: JSON-able facts that go with it. `pin`: keep the slot until `unpin`. `seal`: compute the checksums now,
-        in threads beside the copying.
+        of each piece right after it was copied.
 
         Raises:
             StoreFailure: kind `busy` when every slot is pinned, `no-space` when there is no memory for it.
@@ -155,15 +155,14 @@ class SnapshotBuffer:
         memory = memoryview(self._map(slot))
         memory[_PAGE : _PAGE + len(table)] = table
         at, jobs = _data_begin(info), []
-        with ThreadPoolExecutor(_SEAL_THREADS, "seal") as pool:
+        with ThreadPoolExecutor(_COPY_THREADS, "snapshot") as pool:
             for piece, buffer in kept:
-                out = memory[at : at + piece.nbytes]
-                _copy_bytes(out, buffer, piece)
-                jobs += [pool.submit(zlib.crc32, block) for block in _blocks(out)] if seal else []
+                jobs.append(pool.submit(_copy_piece, memory[at : at + piece.nbytes], buffer, piece, seal))
                 at += piece.nbytes
+            found = [crc for job in jobs for crc in job.result()]
         info = dataclasses.replace(info, state=FILLED)
         self._put(info)
-        return self._put_sums(info, [job.result() for job in jobs]) if seal else info
+        return self._put_sums(info, found) if seal else info
 
     def seal(self, info: SlotInfo) -> SlotInfo:
         """Compute the checksums of a complete slot (once)."""
@@ -340,15 +339,22 @@ def _blocks(data: memoryview) -> list[memoryview]:
     return [data[at : at + BLOCK_BYTES] for at in range(0, data.nbytes, BLOCK_BYTES)]
 
 
+def _copy_piece(out: memoryview, buffer: Any, piece: Piece, seal: bool) -> list[int]:
+    """Copy a piece; the CRC-32 of its blocks if wanted."""
+    _copy_bytes(out, buffer, piece)
+    return [zlib.crc32(block) for block in _blocks(out)] if seal else []
+
+
 def _copy_bytes(out: memoryview, buffer: Any, piece: Piece) -> None:
     """Copy a flat tensor (straight from its device) or buffer."""
-    if hasattr(buffer, "detach"):
+    if is_device_tensor(buffer):
         import torch
 
         source = buffer.detach().reshape(-1)
         torch.frombuffer(out, dtype=source.dtype).copy_(source)
-    else:
-        out[:] = host_bytes(buffer, piece.nbytes)
+    else:  # numpy copies without the interpreter lock, and large pieces past the cache
+        source = host_bytes(buffer, piece.nbytes)
+        np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _table(pieces: Sequence[Piece], meta: Mapping[str, Any]) -> bytes:
