@@ -30,7 +30,9 @@ def bench(
     if repeats is not None and (name != "recovery" or repeats < 1):
         raise UserError(f"--repeats {repeats} is for bench recovery, and at least 1; leave it out for bench {name}")
     module = importlib.import_module(f"mula_ray.bench.{name}")
-    result: dict[str, Any] = module.run(cases=tuple(case) if case else None, **({} if repeats is None else {"repeats": repeats}))
+    result: dict[str, Any] = module.run(
+        cases=tuple(case) if case else None, **({} if repeats is None else {"repeats": repeats})
+    )
     typer.echo(json.dumps(result) if as_json else _table(result))
     return 0
 

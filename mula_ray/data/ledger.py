@@ -1,8 +1,8 @@
 """What was really read, in two numbers that add up over ranks: the sample ledger of `metrics.jsonl`.
 
-Each rank sums the CRC-32 of the tokens of its real samples; the step's all-reduce adds the ranks up. The result does not
-depend on the layout, and `expected` says from the sample order alone what it must be: a sample that was left out, read
-twice, or read wrongly shows, whatever happened to the run in between.
+Each rank sums the CRC-32 of the tokens of its real samples; the step's all-reduce adds the ranks up. The result does
+not depend on the layout, and `expected` says from the sample order alone what it must be: a sample that was left out,
+read twice, or read wrongly shows, whatever happened to the run in between.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,10 @@ class SampleSum:
     crc_sum: int = 0
 
 
-def sample_sum(parts: Iterable[tuple[NDArray[np.int64], NDArray[np.float32]]]) -> SampleSum:
+NOTHING = SampleSum()
+
+
+def sample_sum(parts: Iterable[tuple[NDArray[Any], NDArray[Any]]]) -> SampleSum:
     """Of micro-batches (tokens (B, S + 1), weight (B,)); samples of weight 0 are empty ones and do not count."""
     count = total = 0
     for tokens, weight in parts:

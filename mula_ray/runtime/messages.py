@@ -125,7 +125,8 @@ class News:
     """One thing that happened on a node. `kind` and what it carries:
 
     exit (rank, code, detail…) · worker-lost (tile) · ready (rank, step) · step (rank, record) · eval · snapshot (seat,
-    step) · save-ready (step, kind) · ended (rank, step) · nonfinite · damaged · restore-failed · fatal · fault · cadence (every).
+    step) · save-ready (step, kind) · ended (rank, step) · nonfinite · damaged · restore-failed · fatal · fault ·
+    cadence (every).
     """
 
     kind: str

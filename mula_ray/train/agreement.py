@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mula_ray.data.ledger import SampleSum
+from mula_ray.data.ledger import NOTHING, SampleSum
 from mula_ray.optim.integrity import ReplicaHashes
 from mula_ray.parallel.collectives import all_reduce
 from mula_ray.parallel.executor import Sums
@@ -56,7 +56,7 @@ class Verdict:
     unequal: tuple[str, ...]
     """replica groups whose working weights differ"""
     experts: ExpertStats | None
-    samples: SampleSum = SampleSum()
+    samples: SampleSum = NOTHING
 
 
 def agree(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mula_ray.config.run import RunConfig
-from mula_ray.data.ledger import SampleSum, sample_sum
+from mula_ray.data.ledger import NOTHING, SampleSum, sample_sum
 from mula_ray.optim.epso import Epso, clip_factor, epso_sharding
 from mula_ray.optim.integrity import ReplicaHashes, StateGuard
 from mula_ray.optim.schedule import learning_rate
@@ -70,7 +70,7 @@ class StepResult:
     damage: str = ""
     """empty, or which state or weights are not what they should be; then nothing was changed, on no rank"""
     experts: ExpertStats | None = None
-    samples: SampleSum = SampleSum()
+    samples: SampleSum = NOTHING
     """what all ranks together read"""
     phases: dict[str, float] = field(default_factory=dict)
     """seconds of forward_backward, reduce, agree, update; of the first, dispatch is waiting for the EP group's calls"""
@@ -210,12 +210,10 @@ class Engine:
         """What this rank read and its TP and pipeline neighbours leave to it to count."""
         at = self.topology.coords(self.rank)
         if at.tp or at.pp:
-            return SampleSum()
+            return NOTHING
         return sample_sum((batch.tokens.cpu().numpy(), batch.weight.cpu().numpy()) for batch in batches)
 
-    def _agree(
-        self, step: int, sums: Sums, squared: Tensor, stop: bool, samples: SampleSum
-    ) -> tuple[Verdict, str]:
+    def _agree(self, step: int, sums: Sums, squared: Tensor, stop: bool, samples: SampleSum) -> tuple[Verdict, str]:
         """The agreement, and what is damaged, in words ("" if nothing is)."""
         found = self._guard.damaged()
         at = self.topology.coords(self.rank)

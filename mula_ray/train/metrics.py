@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mula_ray.data.ledger import SampleSum
+from mula_ray.data.ledger import NOTHING, SampleSum
 
 Reduction = Literal["sum", "mean", "max", "min"]
 
@@ -173,7 +173,7 @@ class StepRecord:
     mfu: float
     step_s: float
     data_wait_s: float
-    samples: SampleSum = SampleSum()
+    samples: SampleSum = NOTHING
     finite: bool = True
     phases: Mapping[str, float] = field(default_factory=dict)
     experts: Mapping[str, Any] = field(default_factory=dict)

@@ -90,7 +90,9 @@ class Run:
         config = load(str(self.folder / "config.yaml")).config
         data = open_run_data(config)
         lines = [line for line in read_lines(self.folder / "metrics.jsonl").lines if "loss" in line]
-        wanted = {step: expected(data, step - 1, config.train.global_batch) for step in {line["step"] for line in lines}}
+        wanted = {
+            step: expected(data, step - 1, config.train.global_batch) for step in {line["step"] for line in lines}
+        }
         return bool(lines) and all(
             SampleSum(line["samples"], line["samples_crc"]) == wanted[line["step"]] for line in lines
         )

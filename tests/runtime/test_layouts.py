@@ -1,4 +1,4 @@
-"""Failures in pipeline, tensor and expert parallel layouts, and a world that shrinks and grows: training does not show it."""
+"""Failures in pipeline, tensor and expert parallel layouts, and a world that shrinks and grows: nothing shows."""
 
 from collections.abc import Iterator
 from pathlib import Path
