@@ -189,12 +189,12 @@ class StepRecord:
             "grad_norm": self.grad_norm,
             "lr": self.lr,
             "tokens": self.tokens,
-            "samples": self.samples.count,
-            "samples_crc": self.samples.crc_sum,
             "tokens_per_s": round(self.tokens_per_s, 2),
             "mfu": round(self.mfu, 6),
             "step_s": round(self.step_s, 6),
             "data_wait_s": round(self.data_wait_s, 6),
+            "samples": self.samples.count,
+            "samples_crc": self.samples.crc_sum,
         }
         if not self.finite:
             line["finite"] = False
