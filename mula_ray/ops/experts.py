@@ -65,8 +65,7 @@ def expert_ffn(
     """
     _check(hidden_TH, weights_Tk, ids_Tk, gate_up, down, where)
     sink, runtime = sink or ImmediateSink(), runtime or Runtime()
-    if first_expert:
-        ids_Tk = ids_Tk - first_expert
+    ids_Tk = ids_Tk.to(torch.int64) - first_expert if first_expert else ids_Tk.to(torch.int64)
     if torch.is_grad_enabled() and gate_up.requires_grad and not hidden_TH.requires_grad:
         # The weights are hidden from autograd: without an input that asks for a gradient nobody would call backward.
         hidden_TH = hidden_TH.detach().requires_grad_()
@@ -102,12 +101,12 @@ def _check(hidden: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: 
         (
             weights.shape == ids.shape and hidden.shape[:1] == ids.shape[:1],
             f"routing weights {tuple(weights.shape)} and ids {tuple(ids.shape)} must both be (tokens, slots) "
-            f"for {hidden.shape[0]} tokens",
+            f"for hidden {tuple(hidden.shape)}",
         ),
         (
-            down.shape == (experts, size, width2 // 2) and width2 % 2 == 0 and size == hidden.shape[-1],
+            down.shape == (experts, size, width2 // 2) and width2 % 2 == 0 and (size,) == hidden.shape[-1:],
             f"gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} must be (R, 2I, H) and (R, H, I) "
-            f"with H = {hidden.shape[-1]}",
+            f"for hidden {tuple(hidden.shape)}",
         ),
         (hidden.dtype in (torch.float32, torch.bfloat16), f"hidden is {hidden.dtype}; it must be float32 or bfloat16"),
         (

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from mula_ray.config.load import load
 from mula_ray.config.run import RunConfig
 from mula_ray.config.site import SiteConfig
 from mula_ray.plan.layout import active_params, total_params
-from mula_ray.plan.legal import legal_topology
+from mula_ray.plan.legal import legal_topology, refuse_for_the_model
 from mula_ray.plan.memory import Memory, largest, rank_memory
 from mula_ray.plan.shape import RankShape, rank_shapes
 from mula_ray.plan.speed import StepTime, step_time
@@ -134,8 +135,9 @@ def with_tiles(config: RunConfig, tiles: int | None, site: SiteConfig | None) ->
         tiles = config.cluster.nodes * config.cluster.tiles_per_node
         if site is None or per_node == config.cluster.tiles_per_node:
             return config, legal_topology(config)
+    refuse_for_the_model(config)
     replica = config.parallel.ep * config.parallel.tp * config.parallel.pp
-    unit = max(replica, per_node)
+    unit = math.lcm(replica, per_node)
     if tiles % per_node or tiles % replica:
         below, above = tiles // unit * unit, -(-tiles // unit) * unit
         legal = ", ".join(str(n) for n in dict.fromkeys((below, above)) if n)

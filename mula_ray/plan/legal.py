@@ -37,6 +37,17 @@ def legal_topology(config: RunConfig, nodes: int | None = None, tiles_per_node: 
     return topology
 
 
+def refuse_for_the_model(config: RunConfig) -> None:
+    """Whether the layout can split this model at all, on however many tiles.
+
+    Raises:
+        UserError: all faults found, one a line.
+    """
+    faults = list(_model_faults(config))
+    if faults:
+        raise UserError("\n".join(faults))
+
+
 def single_process_topology(config: RunConfig) -> Topology:
     """Topology of `--in-process`: one rank, whatever the cluster section says.
 

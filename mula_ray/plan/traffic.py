@@ -123,9 +123,9 @@ def _optimizer(rank: RankShape) -> Iterator[Traffic]:
 
 
 def _agreement(rank: RankShape) -> Iterator[Traffic]:
-    """The one small all-reduce of a step: sums of losses, norm, flags, statistics, hashes of replicas when checked."""
+    """The one small all-reduce of a step: losses; norm, flags, ledger; statistics, hashes of replicas when checked."""
     model, topology = rank.config.model, rank.topology
-    numbers = 5 + 3
+    numbers = 5 + 5
     if rank.config.elastic.check_state_every:
         numbers += 2 * topology.pp * (topology.tp + topology.ep)
     if model.moe is not None and rank.config.metrics.experts:

@@ -96,6 +96,19 @@ def test_inputs_that_are_not_contiguous(backend: str, runtime: Runtime) -> None:
     assert_equal_to_oracle(case, backend, FP32, runtime)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ids_of_any_integer_dtype(backend: str, dtype: torch.dtype, runtime: Runtime) -> None:
+    case = make_case(33, 32, 16, 5, 3)
+    want = expected(case)
+    case.ids = case.ids.to(dtype)
+    got = expert_ffn(
+        case.hidden, case.weights, case.ids, nn.Parameter(case.gate_up), nn.Parameter(case.down),
+        backend=backend, runtime=runtime,
+    )  # fmt: skip
+    torch.testing.assert_close(got.double(), want[0], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", FAST)
 def test_no_tokens_at_all(backend: str, runtime: Runtime) -> None:
     out = run(make_case(0, 16, 8, 4, 2), backend, runtime)
@@ -181,7 +194,8 @@ def test_backward_twice_and_many_graphs_alive(backend: str, runtime: Runtime) ->
         ({"weights": torch.rand(8, 3)}, "routing weights (8, 3) and ids (8, 2)"),
         ({"weights": torch.ones(8, 2, dtype=torch.int64)}, "must be floating"),
         ({"ids": torch.zeros(8, 2)}, "must be integers"),
-        ({"hidden": torch.rand(8, 15)}, "H = 15"),
+        ({"hidden": torch.rand(8, 15)}, "hidden (8, 15)"),
+        ({"hidden": torch.tensor(1.0)}, "(tokens, hidden)"),
         ({"hidden": torch.rand(8, 16, dtype=torch.float64)}, "float32 or bfloat16"),
         ({"hidden": torch.rand(8, 16, dtype=torch.bfloat16)}, "dtype of hidden"),
         ({"down": torch.rand(4, 16, 9)}, "(R, H, I)"),

@@ -123,6 +123,11 @@ def test_checkpoint_size() -> None:
     assert result.model_bytes == 2 * 6_919_161_856
 
 
+def test_an_ep_that_does_not_divide_the_experts_is_the_first_thing_said() -> None:
+    with pytest.raises(UserError, match=r"parallel.ep is 3, which does not divide .* nearest legal: 1, 2, 4, 8"):
+        with_tiles(load("mula-tiny", ["parallel.ep=3"]).config, 16, None)
+
+
 def test_tiles_that_do_not_fit_name_the_nearest() -> None:
     with pytest.raises(UserError, match=r"--tiles 1000 .* nearest legal: 960, 1056"):
         with_tiles(load("mula-220b-a10b").config, 1000, load_site("aurora"))
