@@ -60,11 +60,6 @@ class FileSystem(Protocol):
         """Make the folder's entries durable."""
 
 
-_LARGE = 1 << 20
-_AHEAD = 4
-"""Reads of a file come in blocks, a few at a time."""
-
-
 class RealFileSystem:
     """The operating system's files."""
 
@@ -95,10 +90,8 @@ class RealFileSystem:
         os.close(handle)
 
     def read(self, handle: int, offset: int, out: memoryview) -> int:
-        """pread until `out` is full or the file ends. A large read has the device fetch what probably comes next."""
+        """pread until `out` is full or the file ends."""
         done = 0
-        if out.nbytes >= _LARGE:
-            os.posix_fadvise(handle, offset + out.nbytes, _AHEAD * out.nbytes, os.POSIX_FADV_WILLNEED)
         while done < out.nbytes:
             count = os.preadv(handle, [out[done:]], offset + done)
             if count == 0:
