@@ -142,7 +142,7 @@ def coverage_problems(name: str, global_shape: tuple[int, ...], pieces: Sequence
             problems.append(f"{name}: {describe(piece)} lies outside the tensor {global_shape}")
     if problems:
         return problems
-    for a, b in _overlapping_pairs(pieces):
+    for a, b in _overlapping_pairs([piece for piece in pieces if piece.numel]):
         problems.append(f"{name}: {describe(a)} and {describe(b)} overlap")
     if not problems:
         lacking = math.prod(global_shape) - sum(piece.numel for piece in pieces)

@@ -73,6 +73,11 @@ def test_overlaps_against_index_sets(pair: tuple[Piece, Piece]) -> None:
     assert sorted(fetched) == sorted(wanted[wanted >= 0])
 
 
+def test_an_empty_piece_overlaps_nothing() -> None:
+    whole = Piece("w", "master", "fp32", (2,), (0,), (2,), 0, 2)
+    assert not coverage_problems("w", (2,), [whole, dataclasses.replace(whole, start=1, stop=1)])
+
+
 @settings(max_examples=200, deadline=None)
 @given(piece_pairs())
 def test_coverage_names_what_is_wrong(pair: tuple[Piece, Piece]) -> None:
