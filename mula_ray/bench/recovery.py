@@ -63,7 +63,7 @@ class Side:
 
     def steps(self) -> list[dict[str, Any]]:
         """Lines of metrics."""
-        return self._tail.read()
+        return [line for line in self._tail.read() if "loss" in line]
 
     @staticmethod
     def start_of(line: dict[str, Any]) -> Any:

@@ -72,5 +72,5 @@ def test_a_world_that_shrinks_and_grows(tmp_path: Path) -> None:
     assert run.ledger_holds()
     got, want = run.losses(), fixed.losses()
     assert sorted(got) == list(range(1, steps + 1))
-    for step, values in want.items():  # rounding that differs grows with the steps that follow it
-        assert got[step] == pytest.approx(values, rel=1e-5 if step < 60 else 2e-3), step
+    for step, values in want.items():
+        assert got[step] == pytest.approx(values, rel=1e-4), step
