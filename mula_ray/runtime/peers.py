@@ -3,7 +3,7 @@
 A connection starts with a challenge answered by HMAC-SHA256 with the run's secret; nothing is unpickled
 before. Nodes that turn out to be one machine (a local cluster) hand over paths of shared memory, not bytes. Requests:
 `copy` (keep this snapshot of my rank), `fetch` (give me a snapshot that you keep), and from the driver `poll` (what is
-new): ten times a second from every node, for which a call through Ray costs twenty times the processor time.
+new): ten times a second from every node, for which calls through Ray cost several times the processor time.
 """
 
 from __future__ import annotations
