@@ -1,21 +1,29 @@
-"""The driver's line to an agent: asynchronous calls, and what their failures mean."""
+"""Lines from the driver to node agents: asynchronous calls, and what their failures mean."""
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
-from mula_ray.runtime.peers import PeerLink
+from mula_ray.runtime.lines import Answered, Lanes, Line
+from mula_ray.runtime.peers import open_peer
 
 Loss = Literal["dead", "unreachable", "error"]
-Answered = Callable[[Any, BaseException | None], None]
+_HEARSAY_S = 0.15
+_AGAIN_S = 0.5
+
+
+class AgentDied(Exception):
+    """Ray says that the agent's process is gone."""
+
+
+class AgentUnreachable(Exception):
+    """The agent does not answer; nobody says yet that it is gone."""
 
 
 class Link(Protocol):
-    """A line to the agent of `node`. `peer`: address of its copy service; `domain`: failure domain."""
+    """A line to the agent of `node`. `peer`: where it listens; `domain`: failure domain."""
 
     node: str
     peer: str
@@ -33,85 +41,70 @@ class Link(Protocol):
 
 def loss_of(error: BaseException) -> Loss:
     """`dead` is a fact, `unreachable` a suspicion; anything else is an error of the call itself."""
-    name = type(error).__name__
-    if name in ("ActorDiedError", "RayActorError", "OwnerDiedError", "ActorPlacementGroupRemoved"):
+    if isinstance(error, AgentDied):
         return "dead"
-    if name in ("ActorUnavailableError", "GetTimeoutError", "RaySystemError"):
-        return "unreachable"
-    return "error"
+    return "unreachable" if isinstance(error, AgentUnreachable) else "error"
 
 
-class PollLine:
-    """Polls over a connection of our own to the agent of `peer`; one that fails goes through `otherwise` instead."""
+class AgentLink:
+    """A `Link` over the agent's own line; `secret`: of the run. What a broken line means, Ray says.
 
-    def __init__(self, peer: str, secret: bytes, otherwise: Callable[[int, float, Answered], None]) -> None:
-        self._peer, self._secret, self._otherwise = peer, secret, otherwise
-        self._wanted: queue.SimpleQueue[tuple[int, float, Answered] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name=f"poll-{peer}", daemon=True).start()
-
-    def ask(self, cursor: int, wait_s: float, then: Answered) -> None:
-        """One poll; answered on this line's thread."""
-        self._wanted.put((cursor, wait_s, then))
-
-    def close(self) -> None:
-        """No more polls."""
-        self._wanted.put(None)
-
-    def _work(self) -> None:
-        link: PeerLink | None = None
-        while (item := self._wanted.get()) is not None:
-            cursor, wait_s, then = item
-            try:
-                link = link or PeerLink(self._peer, self._secret)
-                report = link.poll(cursor, wait_s)
-            except (OSError, EOFError):  # what that means, Ray says: gone, or only out of reach
-                link = None
-                self._otherwise(cursor, wait_s, then)
-            else:
-                then(report, None)
-        if link is not None:
-            link.close()
-
-
-class RayLink:
-    """A `Link` over Ray; `secret`: of the run, for the line that carries the polls."""
+    For as long as it exists, the agent's main thread is inside one Ray call, `serve` (see `lines`), whose failure is
+    the news of the agent's death.
+    """
 
     def __init__(self, node: str, handle: Any, peer: str, tiles: int, domain: str, secret: bytes) -> None:
         self.node, self.peer, self.tiles, self.domain = node, peer, tiles, domain
         self._handle = handle
-        self._polls = PollLine(peer, secret, lambda cursor, wait, then: self._call("poll", cursor, wait, then=then))
+        self._died = threading.Event()
+        self._closed = False
+        self._line = Line(lambda: open_peer(peer, secret), "call")
+        self._lanes = Lanes(self._ask, f"agent-{node}")
+        self._attend()
 
     def call(self, method: str, *args: Any, then: Answered | None = None) -> None:
         """See `Link`."""
-        if method == "poll" and then is not None:
-            cursor, wait_s = args
-            self._polls.ask(cursor, wait_s, then)
-        else:
-            self._call(method, *args, then=then)
+        self._lanes.ask(method, args, then)
 
-    def _call(self, method: str, *args: Any, then: Answered | None = None) -> None:
+    def _ask(self, method: str, *args: Any) -> Any:
         try:
-            ref = getattr(self._handle, method).remote(*args)
-        except Exception as error:
-            if then is not None:
-                then(None, error)
-            return
-        if then is None:
+            return self._line.call(method, *args, bound_s=None)  # silence is judged by heartbeats
+        except (OSError, EOFError) as error:
+            if self._died.wait(_HEARSAY_S):  # Ray knows as a rule within a tenth of a second
+                raise AgentDied(f"the agent of {self.node} is gone") from error
+            raise AgentUnreachable(
+                f"the agent of {self.node} ({self.peer}): {type(error).__name__}: {error}"
+            ) from error
+
+    def _attend(self) -> None:
+        try:
+            self._handle.serve.remote().future().add_done_callback(self._attended)
+        except Exception:  # Ray itself is going away: the driver's watch over the head deals with that
             return
 
-        def done(future: Future[Any]) -> None:
-            error = future.exception()
-            if error is not None:
-                cause = getattr(error, "cause", None)
-                then(None, cause if cause is not None and loss_of(error) == "error" else error)
-            else:
-                then(future.result(), None)
-
-        ref.future().add_done_callback(done)
+    def _attended(self, future: Future[Any]) -> None:
+        """`serve` ended: the agent is gone, or out of Ray's reach, or it had not heard of us for a moment."""
+        error = future.exception()
+        if self._closed:
+            return
+        if error is not None and _is_death(error):
+            self._died.set()
+            return
+        timer = threading.Timer(_AGAIN_S if error is not None else 0.0, self._attend)
+        timer.daemon = True
+        timer.start()
 
     def kill(self) -> None:
         """See `Link`."""
         from mula_ray.runtime import seam
 
-        self._polls.close()
+        self._closed = True
+        self._lanes.close()
+        self._line.close()
         seam.kill(self._handle)
+
+
+def _is_death(error: BaseException) -> bool:
+    """Names, so that this module can be read without Ray; `ActorUnavailableError` is no death."""
+    names = {type(error).__name__ for error in (error, getattr(error, "cause", None)) if error is not None}
+    return bool(names & {"ActorDiedError", "RayActorError", "OwnerDiedError", "ActorPlacementGroupRemoved"})

@@ -1,8 +1,9 @@
 """The agent of a node: owns its tiles' workers, the node's in-memory snapshots, and the word to the driver.
 
-One detached Ray actor a node and run. The driver fences, starts, polls; ranks report to the hub. All that the driver
-gets to know travels in the answers to its polls, so that its traffic is O(nodes). When no driver polls, the agent ends
-its ranks within a bound but keeps their snapshots for `elastic.orphan_s`, then it ends itself.
+One detached Ray actor a node and run. The driver fences, starts, polls (over a line of its own, see `lines`; Ray only
+creates the agent and says when it is gone); ranks report to the hub. All that the driver gets to know travels in the
+answers to its polls, so that its traffic is O(nodes). When no driver polls, the agent ends its ranks within a bound but
+keeps their snapshots for `elastic.orphan_s`, then it ends itself.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from mula_ray.runtime.forks import Child, Forks, ZygoteProcess
 from mula_ray.runtime.hub import Hub
 from mula_ray.runtime.inject import KINDS, Fault
 from mula_ray.runtime.jobs import StoreJob
+from mula_ray.runtime.lines import answer
 from mula_ray.runtime.memory import NodeMemory
 from mula_ray.runtime.messages import FenceAnswer, News, NodeFacts, RankSpec, Report, RunFacts, SeatSpec
 from mula_ray.runtime.osproc import descendants, die_with_parent, stand_back
@@ -37,9 +40,12 @@ from mula_ray.runtime.stream import NodeStream
 from mula_ray.runtime.tiles import Tiles
 from mula_ray.runtime.zygote import Job
 
+CALLS = frozenset({"fence", "start", "poll", "ask_stop", "ask_save", "inject", "strike", "write", "unpin", "end"})
+_UNATTENDED_S = 1.0
+
 
 class NodeAgent:
-    """See the module. `me`: this actor's own handle name is given to the workers."""
+    """See the module. Over Ray only `hello` and `serve` are called, over the line `CALLS`."""
 
     def __init__(self, run: RunFacts, node: str, host: str, secret: bytes, environment: dict[str, str]) -> None:
         self._run, self._node, self._host, self._secret = run, node, host, secret
@@ -52,7 +58,7 @@ class NodeAgent:
         self._zygote = self._start_zygote()
         self._memory = NodeMemory(cluster.tiles_per_node, self._shape)
         self._hub = Hub(self._on_message)
-        self._peers = PeerServer(host, secret, self._memory.take, self._memory.give, self.poll)
+        self._peers = PeerServer(host, secret, self._memory.take, self._memory.give, partial(answer, self, CALLS))
         self._writer = WriterProcess(f"node {node}")
         self._pulses = PulseTaker(node)
         self._news: list[News] = []
@@ -72,7 +78,9 @@ class NodeAgent:
         self._interface = environment.get("GLOO_SOCKET_IFNAME")
         setups = [tile_setup(cluster, tile) for tile in range(cluster.tiles_per_node)]
         self._cores = [cores for _, cores in setups]
-        self._tiles = Tiles([environment | own for own, _ in setups], self._zygote.address, cluster.rank_start)
+        self._tiles = Tiles(
+            [environment | own for own, _ in setups], self._zygote.address, cluster.rank_start, self.rank_exited
+        )
         stand_back(os.getpid())  # after the zygote, whose niceness the ranks inherit
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
@@ -95,11 +103,9 @@ class NodeAgent:
 
     def hello(self) -> NodeFacts:
         """Ready to start ranks: workers are there, the zygote has imported."""
-        import ray
-
         self._greeting = True  # this takes seconds, in which nobody polls yet
         try:
-            self._tiles.start(ray.get_runtime_context().current_actor)
+            self._tiles.start()
             with self._lock:
                 if self._store is None:
                     self._new_store()
@@ -108,6 +114,11 @@ class NodeAgent:
         count = self._run.config.cluster.tiles_per_node
         ready = time.monotonic() - self._began
         return NodeFacts(self._node, self._host, count, self._peers.address, os.getpid(), ready)
+
+    def serve(self) -> None:
+        """Keeps Ray's main thread for as long as a driver polls; then another driver's `hello` can come in."""
+        while time.monotonic() - self._polled < _UNATTENDED_S:
+            time.sleep(_UNATTENDED_S / 4)
 
     def _new_store(self) -> None:
         if self._forks is None or self._forks.lost:

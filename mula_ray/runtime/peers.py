@@ -2,8 +2,8 @@
 
 A connection starts with a challenge answered by HMAC-SHA256 with the run's secret; nothing is unpickled
 before. Nodes that turn out to be one machine (a local cluster) hand over paths of shared memory, not bytes. Requests:
-`copy` (keep this snapshot of my rank), `fetch` (give me a snapshot that you keep), and from the driver `poll` (what is
-new): ten times a second from every node, for which calls through Ray cost several times the processor time.
+`copy` (keep this snapshot of my rank), `fetch` (give me a snapshot that you keep), and from the driver `call` (do this;
+see `lines`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def parcel_of(rank: int, buffer: SnapshotBuffer, info: SlotInfo) -> Parcel:
 
 class PeerServer:
     """`take(parcel, data)` keeps a copy; `give(rank, generation, step)` finds one: (buffer, info) or None;
-    `poll(cursor, wait_s)` answers the driver."""
+    `call((method, args))` answers the driver."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class PeerServer:
         secret: bytes,
         take: Callable[[Parcel, memoryview], None],
         give: Callable[[int, int, int], tuple[SnapshotBuffer, SlotInfo] | None],
-        poll: Callable[[int, float], Any] | None = None,
+        call: Callable[[tuple[str, tuple[Any, ...]]], tuple[bool, Any]] | None = None,
     ) -> None:
-        self._secret, self._take, self._give, self._poll = secret, take, give, poll
+        self._secret, self._take, self._give, self._call = secret, take, give, call
         self._sock = socket.create_server((host, 0), backlog=128)
         self.address = f"{host}:{self._sock.getsockname()[1]}"
         threading.Thread(target=self._accept, name="peers", daemon=True).start()
@@ -77,8 +77,8 @@ class PeerServer:
                 verb, what = wire.receive(sock)[0]
                 if verb == "copy":
                     wire.send(sock, self._keep(sock, what))
-                elif verb == "poll" and self._poll is not None:
-                    wire.send(sock, self._poll(*what))
+                elif verb == "call" and self._call is not None:
+                    wire.send(sock, self._call(what))
                 else:
                     self._hand_out(sock, *what)
 
@@ -108,17 +108,32 @@ class PeerServer:
         self._sock.close()
 
 
-class PeerLink:
-    """A connection to another agent's server. One request at a time."""
+def open_peer(address: str, secret: bytes, timeout_s: float = 10.0) -> socket.socket:
+    """A connection to an agent's server that has accepted us.
 
-    def __init__(self, address: str, secret: bytes, timeout_s: float = 10.0) -> None:
-        host, _, port = address.rpartition(":")
-        self._sock = socket.create_connection((host, int(port)), timeout=timeout_s)
-        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        nonce = _exactly(self._sock, _DIGEST)
-        self._sock.sendall(hmac.digest(secret, bytes(nonce), "sha256"))
-        if _exactly(self._sock, 1) != b"+":
+    Raises:
+        OSError, EOFError: nobody answers there, or somebody who does not belong to this run.
+    """
+    host, _, port = address.rpartition(":")
+    sock = socket.create_connection((host, int(port)), timeout=timeout_s)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        nonce = _exactly(sock, _DIGEST)
+        sock.sendall(hmac.digest(secret, bytes(nonce), "sha256"))
+        if _exactly(sock, 1) != b"+":
             raise ConnectionError(f"{address} does not belong to this run")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+class PeerLink:
+    """A connection for snapshots to another agent's server. One request at a time."""
+
+    def __init__(self, address: str, secret: bytes) -> None:
+        self._sock = open_peer(address, secret)
         self._sock.settimeout(60.0)
         # Same machine: told by the address that both ends see; the parcel's boot id decides again.
         self._local = self._sock.getpeername()[0] == self._sock.getsockname()[0]
@@ -145,11 +160,6 @@ class PeerLink:
         if self._local and parcel.boot == boot_id():
             return parcel, None
         return parcel, memoryview(_exactly(self._sock, parcel.nbytes))
-
-    def poll(self, cursor: int, wait_s: float) -> Any:
-        """The agent's report, for its driver."""
-        wire.send(self._sock, ("poll", (cursor, wait_s)))
-        return wire.receive(self._sock)[0]
 
     def close(self) -> None:
         """Close."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mula_ray.runtime import seam
-from mula_ray.runtime.links import RayLink
+from mula_ray.runtime.links import AgentLink
 from mula_ray.runtime.messages import NodeFacts, RunFacts
 from mula_ray.runtime.node import NodeAgent
 
@@ -33,7 +33,7 @@ class Roster:
         secret: bytes,
         wanted: int,
         environment: dict[str, str],
-        joined: Callable[[RayLink], None],
+        joined: Callable[[AgentLink], None],
         complete: Callable[[], None],
     ) -> None:
         self._run, self._secret, self._wanted, self._environment = run, secret, wanted, environment
@@ -130,7 +130,6 @@ class Roster:
             lifetime="detached",
             num_cpus=0,
             resources={"tile": self._run.config.cluster.tiles_per_node},
-            max_concurrency=16,
             max_restarts=0,
             scheduling_strategy=seam.on_node(node_id),
         )
@@ -143,7 +142,7 @@ class Roster:
             self.lost(name, bar_s=random.uniform(0.5, 3.0))
             return
         if not self._stop.is_set():
-            self._joined(RayLink(name, handle, facts.peer, facts.tiles, _domain(facts), self._secret))
+            self._joined(AgentLink(name, handle, facts.peer, facts.tiles, _domain(facts), self._secret))
 
     def _wait(self, node_id: str, handle: Any) -> NodeFacts | None:
         """The agent's first word; None when it failed, or should make way for another run's agent on the same node.

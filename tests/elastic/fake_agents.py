@@ -21,13 +21,10 @@ from mula_ray.elastic.hang import Pulse
 from mula_ray.elastic.memory import Holding
 from mula_ray.elastic.state import State, policy_config
 from mula_ray.runtime.conductor import Conductor
+from mula_ray.runtime.links import AgentDied
 from mula_ray.runtime.messages import FenceAnswer, News, Report, RunFacts
 
 FENCE_S, START_S = 0.02, 0.2
-
-
-class ActorDiedError(Exception):
-    """Named as Ray's, since the driver goes by the name."""
 
 
 class Timer:
@@ -90,7 +87,7 @@ class FakeAgent:
             return
         if self.dead:
             if then is not None:
-                self.fleet.timer.after(0.002, lambda: then(None, ActorDiedError(self.node)))
+                self.fleet.timer.after(0.002, lambda: then(None, AgentDied(self.node)))
             return
         getattr(self, f"on_{method}", lambda *_: None)(*args, then)
 
@@ -112,7 +109,7 @@ class FakeAgent:
         if self.silent:
             return
         if self.dead:
-            then(None, ActorDiedError(self.node))
+            then(None, AgentDied(self.node))
             return
         news, self.news = tuple(self.news), []
         self.cursor += len(news)

@@ -50,18 +50,18 @@ def test_failures_do_not_show_in(layout: str, cluster: LocalCluster, tmp_path: P
 @pytest.mark.slow
 def test_a_world_that_shrinks_and_grows(tmp_path: Path) -> None:
     """DP 4 -> 3 -> 2 -> 4 in one run: losses within fp32 rounding of the fixed world, every sample once."""
-    cluster, steps = LocalCluster.start(4, 1, 100.0), 500
+    cluster, steps = LocalCluster.start(4, 1, 100.0), 100
     try:
-        shape = ("cluster.nodes=4", "train.global_batch=16", "train.micro_batch=2", f"train.steps={steps}")
+        shape = ("cluster.nodes=4", "train.global_batch=40", "train.micro_batch=2", f"train.steps={steps}")
         sets = (*shape, "model.hidden=128", "data.context=128", "optim.lr=2.0e-4", "optim.min_lr=1.0e-4")
         fixed = Run(tmp_path / "fixed", cluster, *sets)
         assert fixed.wait() == 0, fixed.report()
         run = Run(tmp_path / "elastic", cluster, *sets, "elastic.policy=shrink")
-        for step, world in ((10, 3), (40, 2)):
+        for step, world in ((8, 3), (20, 2)):
             run.until(step)
             cluster.kill_node(run.events("generation_start")[-1]["nodes"][0])
             wait_for(lambda world=world: run.events("generation_start")[-1]["world"] == world, 60.0, run.report)
-        run.until(80)
+        run.until(32)
         cluster.add_node()
         cluster.add_node()
         wait_for(lambda: run.events("generation_start")[-1]["world"] == 4, 120.0, run.report)
