@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-import zlib
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,7 @@ from mula_ray.checkpoint.failures import Damage, DamagedCheckpoint
 from mula_ray.checkpoint.filesystem import FileSystem, RealFileSystem, read_all
 from mula_ray.checkpoint.resharding import ReshardingReader, copy_converted
 from mula_ray.config.model import ModelConfig
+from mula_ray.plan.crc import crc32
 from mula_ray.plan.format import (
     BLOCK_BYTES,
     FULL_KINDS,
@@ -208,7 +208,7 @@ class CheckpointReader(ReshardingReader[DiskPiece]):
         try:
             if self.fs.read(self._handle(source.file), at, out) != out.nbytes:
                 damage = Damage("size", source.file, source.piece.name, f"ends before byte {at + out.nbytes}")
-            elif zlib.crc32(out) != source.stored.blocks[block]:
+            elif crc32(out) != source.stored.blocks[block]:
                 detail = f"{source.piece.kind}: bytes {at} to {at + out.nbytes} are not those that were written"
                 damage = Damage("checksum", source.file, source.piece.name, detail)
         except OSError as error:
@@ -264,7 +264,7 @@ def _verify_piece(fs: FileSystem, handle: int, name: str, stored: StoredPiece) -
         out = scratch[: min(BLOCK_BYTES, stored.end - at)]
         if fs.read(handle, at, out) != out.nbytes:
             return [Damage("size", name, stored.piece.name, f"ends before byte {at + out.nbytes}")]
-        if zlib.crc32(out) != crc:
+        if crc32(out) != crc:
             detail = f"{stored.piece.kind}: bytes {at} to {at + out.nbytes} are not those that were written"
             return [Damage("checksum", name, stored.piece.name, detail)]
     return []
@@ -275,7 +275,7 @@ def _check_size_and_header(folder: Path, entry: FileEntry, fs: FileSystem) -> li
     if size != entry.size:
         return [Damage("size", entry.name, "", f"{size} bytes, the manifest says {entry.size}")]
     header = read_prefix(folder / entry.name, entry.header, fs)
-    if zlib.crc32(header) != entry.header_crc32:
+    if crc32(header) != entry.header_crc32:
         return [Damage("header", entry.name, "", "the safetensors header is not the one that was written")]
     return []
 

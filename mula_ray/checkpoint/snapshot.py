@@ -17,7 +17,6 @@ import json
 import mmap
 import os
 import struct
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ import numpy as np
 from mula_ray.checkpoint.buffers import ELEMENT, host_bytes, is_device_tensor
 from mula_ray.checkpoint.failures import Damage, DamagedCheckpoint, StoreFailure
 from mula_ray.checkpoint.resharding import ReshardingReader, copy_converted
+from mula_ray.plan.crc import crc32
 from mula_ray.plan.format import BLOCK_BYTES, FileEntry, block_lengths
 from mula_ray.plan.overlap import Array, Overlap
 from mula_ray.plan.pieces import Piece
@@ -104,7 +104,7 @@ class SnapshotBuffer:
         """State of a slot; an unreadable header is an empty slot."""
         raw = bytes(self._map(slot)[: _HEADER.size + 4])
         magic, state, pinned, step, generation, serial, table, sums, data, table_crc = _HEADER.unpack_from(raw)
-        if magic != _MAGIC or zlib.crc32(raw[: _HEADER.size]) != int.from_bytes(raw[_HEADER.size :], "little"):
+        if magic != _MAGIC or crc32(raw[: _HEADER.size]) != int.from_bytes(raw[_HEADER.size :], "little"):
             return SlotInfo(slot, EMPTY, False, 0, 0, 0, 0, 0, 0, 0)
         return SlotInfo(slot, state, bool(pinned), step, generation, serial, table, sums, data, table_crc)
 
@@ -149,7 +149,7 @@ class SnapshotBuffer:
         table = _table([piece for piece, _ in kept], meta or {})
         sums, data = _sum_count(kept) * 4, sum(piece.nbytes for piece, _ in kept)
         serial = 1 + max(info.serial for info in self.infos())
-        info = SlotInfo(slot, WRITING, pin, step, generation, serial, len(table), sums, data, zlib.crc32(table))
+        info = SlotInfo(slot, WRITING, pin, step, generation, serial, len(table), sums, data, crc32(table))
         self._put(info)
         self._grow(slot, _extent(len(table), sums, data))
         memory = memoryview(self._map(slot))
@@ -168,7 +168,7 @@ class SnapshotBuffer:
         """Compute the checksums of a complete slot (once)."""
         if info.state != FILLED:
             return info
-        sums = [zlib.crc32(block) for source in self.pieces(info) for block in source.blocks()]
+        sums = [crc32(block) for source in self.pieces(info) for block in source.blocks()]
         return self._put_sums(info, sums)
 
     def seal_as_written(self, info: SlotInfo, entry: FileEntry) -> SlotInfo:
@@ -254,7 +254,7 @@ class SnapshotBuffer:
 
     def _read_table(self, info: SlotInfo) -> dict[str, Any]:
         raw = bytes(memoryview(self._map(info.slot))[_PAGE : _PAGE + info.table_bytes])
-        if not info.complete or zlib.crc32(raw) != info.table_crc:
+        if not info.complete or crc32(raw) != info.table_crc:
             where = self.paths[info.slot]
             raise DamagedCheckpoint(where, [Damage("header", where, "", "snapshot table is damaged or incomplete")])
         table: dict[str, Any] = json.loads(raw)
@@ -273,7 +273,7 @@ class SnapshotBuffer:
             _MAGIC, info.state, info.pinned, info.step, info.generation, info.serial, info.table_bytes,
             info.sums_bytes, info.data_bytes, info.table_crc,
         )  # fmt: skip
-        self._map(info.slot)[: _HEADER.size + 4] = raw + zlib.crc32(raw).to_bytes(4, "little")
+        self._map(info.slot)[: _HEADER.size + 4] = raw + crc32(raw).to_bytes(4, "little")
 
     def _grow(self, slot: int, nbytes: int) -> None:
         if os.fstat(self._fds[slot]).st_size < nbytes:
@@ -307,7 +307,7 @@ class MemoryPiece:
     def damages(self) -> list[Damage]:
         """The first block that is not the one that was sealed."""
         for block, (data, crc) in enumerate(zip(self.blocks(), self.sums or (), strict=False)):
-            if zlib.crc32(data) != crc:
+            if crc32(data) != crc:
                 detail = f"{self.piece.kind}: block {block} is not the one that was written"
                 return [Damage("checksum", self.where, self.piece.name, detail)]
         return []
@@ -342,7 +342,7 @@ def _blocks(data: memoryview) -> list[memoryview]:
 def _copy_piece(out: memoryview, buffer: Any, piece: Piece, seal: bool) -> list[int]:
     """Copy a piece; the CRC-32 of its blocks if wanted."""
     _copy_bytes(out, buffer, piece)
-    return [zlib.crc32(block) for block in _blocks(out)] if seal else []
+    return [crc32(block) for block in _blocks(out)] if seal else []
 
 
 def _copy_bytes(out: memoryview, buffer: Any, piece: Piece) -> None:

@@ -7,7 +7,6 @@ each single one of them.
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from mula_ray.checkpoint.buffers import host_bytes
 from mula_ray.checkpoint.failures import StoreFailure
 from mula_ray.checkpoint.filesystem import FileSystem, RealFileSystem, write_atomic
-from mula_ray.plan.crc import combine, combine_all
+from mula_ray.plan.crc import combine, combine_all, crc32
 from mula_ray.plan.format import (
     BLOCK_BYTES,
     MANIFEST,
@@ -85,7 +84,7 @@ def _write_body(fs: FileSystem, handle: int, name: str, items: Sequence[tuple[Pi
             sums: list[int | Future[int]] = []
             for at in range(0, piece.nbytes, BLOCK_BYTES):
                 block = data[at : at + BLOCK_BYTES]
-                sums.append(zlib.crc32(block) if block.nbytes < _SMALL else summer.submit(zlib.crc32, block))
+                sums.append(crc32(block) if block.nbytes < _SMALL else summer.submit(crc32, block))
                 fs.write(handle, block)
                 since += block.nbytes
                 if since >= _FLUSH_BYTES and (flushing is None or flushing.done()):
@@ -102,13 +101,13 @@ def _write_body(fs: FileSystem, handle: int, name: str, items: Sequence[tuple[Pi
 
 
 def _entry(name: str, header: bytes, summed: Sequence[tuple[Piece, tuple[int, ...]]]) -> FileEntry:
-    at, total, pieces = len(header), zlib.crc32(header), []
+    at, total, pieces = len(header), crc32(header), []
     for piece, blocks in summed:
         crc = combine_all(zip(blocks, block_lengths(piece.nbytes), strict=True))
         pieces.append(StoredPiece(piece, at, crc, blocks))
         total = combine(total, crc, piece.nbytes)
         at += piece.nbytes
-    return FileEntry(name, at, len(header), zlib.crc32(header), total, tuple(pieces))
+    return FileEntry(name, at, len(header), crc32(header), total, tuple(pieces))
 
 
 def write_manifest(folder: Path, manifest: Manifest, fs: FileSystem | None = None) -> None:

@@ -7,7 +7,6 @@ read twice, or read wrongly shows, whatever happened to the run in between.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mula_ray.data.source import RunData
+from mula_ray.plan.crc import crc32
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def sample_sum(parts: Iterable[tuple[NDArray[Any], NDArray[Any]]]) -> SampleSum:
     count = total = 0
     for tokens, weight in parts:
         for row in np.asarray(tokens)[np.asarray(weight) > 0].astype("<i4"):
-            count, total = count + 1, total + zlib.crc32(row.tobytes())
+            count, total = count + 1, total + crc32(row.tobytes())
     return SampleSum(count, total)
 
 

@@ -22,7 +22,6 @@ import mmap
 import os
 import secrets
 import time
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +30,7 @@ from numpy.typing import NDArray
 
 from mula_ray.data.batches import Batch, BatchSource, Share, as_batches
 from mula_ray.data.source import RunData
+from mula_ray.plan.crc import crc32
 
 I64 = NDArray[np.int64]
 
@@ -156,11 +156,11 @@ class RingWriter(_Ring):
         if spec.starts:
             assert content.starts is not None
             parts.append(np.ascontiguousarray(content.starts))
-        at, crc = 24, zlib.crc32(np.array([step, count], dtype=np.int64).data)
+        at, crc = 24, crc32(np.array([step, count], dtype=np.int64).data)
         for part in parts:
             raw = part.reshape(-1).view(np.uint8).data
             slot[at : at + len(raw)] = raw
-            at, crc = at + len(raw), zlib.crc32(raw, crc)
+            at, crc = at + len(raw), crc32(raw, crc)
         head[1], head[2] = count, crc
         head[0] = step
 
@@ -222,7 +222,7 @@ class RingReader(_Ring):
         if stamp != step or not 0 <= count <= spec.samples:
             return None
         raw = bytes(slot[24 : 24 + count * (8 + spec.sample_bytes)])
-        if zlib.crc32(raw, zlib.crc32(np.array([step, count], dtype=np.int64).data)) != crc:
+        if crc32(raw, crc32(np.array([step, count], dtype=np.int64).data)) != crc:
             return None
         numbers = _words(raw, count)
         rows = np.searchsorted(numbers, wanted)

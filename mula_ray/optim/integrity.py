@@ -1,7 +1,7 @@
 """Is the state at rest still what the update wrote? Nothing else holds a second copy of masters and moments.
 
 `digest` is a sum of 64-bit words, modulo 2**64, in 1,024 columns that are then mixed with odd factors: one pass at
-memory speed on any device (12 GB/s on one CPU core, where CRC-32 does 4.5). Any change within one word is found for
+memory speed on any device (12 GB/s on one CPU core). Any change within one word is found for
 certain, since an odd factor is invertible; others are missed with probability 2**-64.
 """
 

@@ -1,4 +1,6 @@
-"""CRC-32 of a concatenation from the CRC-32 of its parts, so that blocks can be summed in parallel and out of order.
+"""CRC-32 (zlib's), and that of a concatenation from those of its parts, so that blocks can be summed in parallel.
+
+`crc32` is Intel ISA-L's where there is a build of it (measured from memory: 10 GB/s a core against 4), else zlib's.
 
 A CRC-32 is the remainder of a polynomial over GF(2). Appending `n` bytes multiplies what went before by x^(8n), so
 crc(a + b) = crc(a) * x^(8 len(b)) + crc(b) modulo the CRC polynomial; the pre- and post-conditioning of zlib's variant
@@ -9,6 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+
+try:
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
+
+__all__ = ["combine", "combine_all", "crc32"]
 
 _POLYNOMIAL = 0xEDB88320  # reflected: bit 31 is x^0
 _ONE = 1 << 31
