@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # re-exported by torch.distributed, untyped there
 
 from mula_ray.config.errors import UserError
+from mula_ray.parallel.legacy import find_legacy, make_legacy_group, show_devices
 
 __all__ = [
     "BackendName", "PrefixStore", "Store", "TCPStore", "choose_backend", "choose_device", "gloo_device", "make_gloo",
@@ -30,6 +31,8 @@ def choose_device(wanted: str, local_index: int = 0) -> torch.device:
     Raises:
         UserError: the wanted kind is not there.
     """
+    if wanted in ("auto", "xpu"):
+        show_devices(find_legacy())
     has = {"cuda": torch.cuda.is_available(), "xpu": hasattr(torch, "xpu") and torch.xpu.is_available(), "cpu": True}
     kind = next(name for name in ("xpu", "cuda", "cpu") if has[name]) if wanted == "auto" else wanted
     if not has[kind]:
@@ -90,6 +93,8 @@ def make_group(name: BackendName, store: Store, index: int, size: int, timeout: 
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, index, size, options)
+    if name == "xccl" and not hasattr(dist, "ProcessGroupXCCL"):
+        return make_legacy_group(find_legacy(), store, index, size, timeout)
     if name == "xccl":
         xccl: Any = getattr(dist, "ProcessGroupXCCL")  # noqa: B009
         xccl_options = xccl.Options()

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mula_ray.config.environment import rank_block
+from mula_ray.config.environment import ALLOCATOR, rank_block
 from mula_ray.config.errors import MulaError, StoppedEarly
 from mula_ray.config.request import TrainRequest
 from mula_ray.config.site import load_site
@@ -222,6 +222,7 @@ class _Job:
     def _environment(self) -> dict[str, str]:
         """What a rank process gets beyond what Ray's worker has."""
         threads = {"OMP_NUM_THREADS": str(self._config.cluster.threads_per_rank), "TOKENIZERS_PARALLELISM": "false"}
+        threads |= ALLOCATOR
         kind = self._config.cluster.kind
         if kind in ("local", "ray"):
             return threads

@@ -23,6 +23,7 @@ from mula_ray.config.request import TrainRequest
 from mula_ray.config.run import RunConfig
 from mula_ray.data.source import RunData
 from mula_ray.elastic.events import DiskCopy
+from mula_ray.parallel.legacy import BINDINGS, EXTENSION
 from mula_ray.plan.format import Facts
 from mula_ray.plan.topology import Topology
 from mula_ray.train.records import read_lines
@@ -229,7 +230,7 @@ def facts_of(config: RunConfig, data: RunData, run_id: str, step: int, generatio
 def versions() -> dict[str, str]:
     """Versions of what matters for the numbers."""
     found = {}
-    for name in ("mula-ray", "torch", "ray", "numpy"):
+    for name in ("mula-ray", "torch", "ray", "numpy", "oneccl", EXTENSION, BINDINGS):
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

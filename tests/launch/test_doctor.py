@@ -54,6 +54,13 @@ def found(site: SiteConfig, needs: Needs | None = None, **changes: Any) -> list[
     return judge(replace(WELL, **changes), site, needs or Needs(distributed=True))
 
 
+def test_retired_packages_of_another_torch_are_named(aurora: SiteConfig) -> None:
+    (finding,) = found(aurora, versions={**WELL.versions, "intel-extension-for-pytorch": "2.8.0"})
+    assert finding.level == "warning"
+    assert "intel-extension-for-pytorch 2.8.0 does not belong to torch 2.13.0+cpu" in finding.line()
+    assert found(aurora, versions={**WELL.versions, "intel-extension-for-pytorch": "2.13.0"}) == []
+
+
 def test_a_well_machine_has_no_findings(aurora: SiteConfig) -> None:
     assert found(aurora) == []
     assert judge_cluster([WELL, replace(WELL, host="n2", address="10.0.0.2", machine="m2")], {"n2": 0.01}, []) == []

@@ -10,6 +10,7 @@ from typing import Literal
 from mula_ray.config.site import SiteConfig
 from mula_ray.launch.doctor.facts import Facts
 from mula_ray.launch.spec import SOCKET_LIMIT
+from mula_ray.parallel.legacy import BINDINGS, EXTENSION
 
 Level = Literal["error", "warning"]
 RANGES = {"torch": ((2, 8), (2, 14)), "ray": ((2, 52), (3, 0)), "pydantic": ((2, 7), (3, 0))}
@@ -47,7 +48,13 @@ class Needs:
 
 def judge(facts: Facts, site: SiteConfig, needs: Needs) -> list[Finding]:
     """All findings about one machine."""
-    found = [*_versions(facts), *_devices(facts, site), *_variables(facts, site), *_memory(facts, site, needs)]
+    found = [
+        *_versions(facts),
+        *_legacy(facts),
+        *_devices(facts, site),
+        *_variables(facts, site),
+        *_memory(facts, site, needs),
+    ]
     found += [*_storage(facts, needs), *_measured(facts), *_tokens(facts)]
     if needs.distributed:
         found += [*_sockets(facts), *_limits(facts), *_network(facts, site)]
@@ -98,6 +105,18 @@ def _versions(facts: Facts) -> Iterator[Finding]:
                 f"{package} {version}, {wanted} is needed",
                 f'pip install "{package}{wanted}"',
             )
+
+
+def _legacy(facts: Facts) -> Iterator[Finding]:
+    """Intel's retired packages must be of torch's own version: importing them beside another one fails or crashes."""
+    torch = facts.versions.get("torch")
+    for package in (EXTENSION, BINDINGS):
+        version = facts.versions.get(package)
+        if torch is not None and version is not None and _numbers(version)[:2] != _numbers(torch)[:2]:
+            yield Finding(
+                "warning", "legacy", facts.host, f"{package} {version} does not belong to torch {torch}",
+                f"pip uninstall {package}: torch needs it no more since 2.8",
+            )  # fmt: skip
 
 
 def _devices(facts: Facts, site: SiteConfig) -> Iterator[Finding]:

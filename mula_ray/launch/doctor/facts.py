@@ -21,8 +21,10 @@ from mula_ray.config.site import SiteConfig
 from mula_ray.launch.agent import machine_identity
 from mula_ray.launch.hosts import own_address
 from mula_ray.launch.spec import SESSION_TAIL
+from mula_ray.parallel.legacy import BINDINGS, EXTENSION
 
 PACKAGES = ("torch", "ray", "pyarrow", "pydantic", "safetensors", "tokenizers", "numpy")
+OPTIONAL = ("triton", "oneccl", EXTENSION, BINDINGS)
 VARIABLES = (
     "ZE_FLAT_DEVICE_HIERARCHY",
     "ZE_AFFINITY_MASK",
@@ -117,7 +119,7 @@ def gather(
         machine=machine_identity(),
         time=time.time(),
         python=platform.python_version(),
-        versions={package: _version(package) for package in PACKAGES},
+        versions={package: _version(package) for package in PACKAGES} | _present(OPTIONAL),
         variables={key: os.environ[key] for key in VARIABLES if key in os.environ},
         device=site.node.device,
         devices=count_devices(site.node.device) if devices else None,
@@ -195,6 +197,10 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _present(packages: Iterable[str]) -> dict[str, str | None]:
+    return {package: found for package in packages if (found := _version(package)) is not None}
 
 
 def _limit(kind: int) -> int:

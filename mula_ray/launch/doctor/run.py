@@ -10,7 +10,7 @@ from mula_ray.config.run import RunConfig
 from mula_ray.config.site import SiteConfig
 from mula_ray.launch.doctor import measure
 from mula_ray.launch.doctor.checks import Finding, Needs, judge, judge_cluster
-from mula_ray.launch.doctor.facts import Facts, gather
+from mula_ray.launch.doctor.facts import OPTIONAL, Facts, gather
 from mula_ray.launch.spec import ports_of
 from mula_ray.plan.layout import total_params
 
@@ -47,6 +47,9 @@ class Report:
                 f"{facts.host} ({facts.address}): Python {facts.python}, torch {torch}, ray {ray}, "
                 f"{facts.devices} {facts.device}, {facts.memory / 1e9:.1f} GB free"
             )
+            more = [f"{package} {facts.versions[package]}" for package in OPTIONAL if package in facts.versions]
+            if more:
+                lines.append(f"  also installed: {', '.join(more)}")
             if facts.storage is not None and facts.storage.write_mb_s is not None:
                 store = facts.storage
                 lines.append(f"  {store.path}: {store.write_mb_s:.0f} MB/s written, fsync {store.fsync_ms:.1f} ms")
