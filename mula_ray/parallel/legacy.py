@@ -1,9 +1,9 @@
 """Intel's retired packages, `intel-extension-for-pytorch` and `oneccl_bindings_for_pytorch`: detected, never required.
 
-torch carries XPU devices and the xccl backend itself from 2.8 on; only below that are these packages used, where they are
-installed: the extension makes torch see the devices, the bindings make the groups (their backend `ccl`). With a newer
-torch they are reported and left alone. Not run on an XPU here; detection and training on the CPU beside them were
-(docs/verified.d/cli.md).
+torch carries XPU devices and the xccl backend itself from 2.8 on; only below that are these packages used, where they
+are installed: the extension makes torch see the devices, the bindings make the groups (their backend `ccl`). With a
+newer torch they are reported and left alone. Not run on an XPU here; detection and training on the CPU beside the
+extension were (docs/verified.d/cli.md).
 """
 
 from __future__ import annotations
