@@ -6,18 +6,20 @@ The first real exception of any rank is raised here with its traceback; the othe
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 
+from mula_ray.config.environment import ALLOCATOR
 from mula_ray.parallel.backend import TCPStore
 
 PRELOAD = ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "mula_ray.train.engine"]
@@ -37,7 +39,8 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 1
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_rank, args=(fn, rank, world, store.port, args, theirs), daemon=True)
-            process.start()
+            with _as_in_a_run():
+                process.start()
             theirs.close()
             ranks.append(process)
             pipes.append(ours)
@@ -48,6 +51,21 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 1
                 process.kill()
             process.join()
         del store
+
+
+@contextlib.contextmanager
+def _as_in_a_run() -> Iterator[None]:
+    """The fork server, which the first start of a rank starts, gets the allocator that ranks have."""
+    before = {name: os.environ.get(name) for name in ALLOCATOR}
+    os.environ.update(ALLOCATOR)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _collect(ranks: list[Any], pipes: list[Connection], timeout: float) -> list[Any]:

@@ -3,6 +3,7 @@
 - It passes: the hardware that was left is at fault (`resolve`).
 - It fails on the same ranks, all of whose nodes have changed: the data or the model is at fault.
 - It fails on other ranks that now sit on a suspect: the failure went with the hardware.
+- It fails however the suspects move, because several nodes are bad at once: what took part every time is cordoned.
 - A pipeline fails as a whole, since its last stage sees what an earlier one did: *candidates* are the nodes that took
   part every time; suspects are scattered over the replicas, so that the next failure tells them apart.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mula_ray.elastic.plan import needed
 from mula_ray.elastic.state import Failure, State, Trial, but
 
 # A window is left out at most this many times in a row: then it is not the data.
@@ -53,7 +55,11 @@ def wrong_numbers(state: State, first: Failure, blamed: frozenset[str]) -> Judge
     if trial.moved and trial.attempts < _TRIES_ELSEWHERE and any(state.strikes.get(n, 0) for n in blamed):
         state = _again(state, trial, blamed, ranks)
         return state, "", f"{first.text}, again, but on hardware that was suspect before: once more elsewhere"
-    return _verdict(state, first, trial)
+    if common and trial.moved and _can_spare(state, common):
+        return _cordon_all(
+            state, first, common, "took part in every try of a step that failed, and cannot be told apart"
+        )
+    return _verdict(state, first, trial, blamed)
 
 
 def resolve(state: State) -> tuple[State, tuple[str, ...], str]:
@@ -123,14 +129,31 @@ def _followed(
     return but(state, trial=None, avoid=frozenset()), "", text
 
 
-def _verdict(state: State, first: Failure, trial: Trial) -> Judged:
-    """The hardware is cleared: skip the window, or end."""
+def _can_spare(state: State, nodes: frozenset[str]) -> bool:
+    """Whether enough would be left without `nodes`."""
+    return state.config.shape.capacity(len(state.nodes.keys() - nodes)) >= needed(state)
+
+
+def _cordon_all(state: State, first: Failure, nodes: frozenset[str], text: str) -> Judged:
+    state = but(cordon(state, nodes, text), trial=None, avoid=frozenset())
+    return state, "", f"{first.text}: {_list(nodes)} {text}: all cordoned"
+
+
+def _verdict(state: State, first: Failure, trial: Trial, blamed: frozenset[str]) -> Judged:
+    """The hardware is cleared: skip the window, or end.
+
+    Several windows in a row that fail on the same few ranks are not the data: once, all that ran those ranks goes.
+    """
     where = "on other hardware" if trial.moved else "and there is no other hardware to try"
     finding = f"{first.text}: came back with the same data {where}, so the data or the model is at fault"
     before = len([s for s in state.skips if first.step - _MOST_SKIPS <= s < first.step])
     if not state.config.skip_bad_data:
         reason = f"{finding}; elastic.skip_bad_data does not allow to skip the window"
         return state, reason, reason
+    ran = (trial.struck | blamed) & state.nodes.keys()
+    if before >= _MOST_SKIPS and first.step > state.purged + 2 * _MOST_SKIPS and ran and _can_spare(state, ran):
+        state = but(state, purged=first.step)
+        return _cordon_all(state, first, ran, f"ran what failed in {before + 1} windows in a row")
     if before >= _MOST_SKIPS:
         reason = f"{finding}; {before} windows before it were skipped already"
         return state, reason, reason

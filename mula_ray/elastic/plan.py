@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import compress, filterfalse
+from operator import is_not
 
 from mula_ray.elastic.commands import Finish, Restore, StartGeneration, Wait
 from mula_ray.elastic.events import MemoryCopy, Tier
@@ -97,7 +99,7 @@ def _seat(state: State, dp: int) -> tuple[Placement, State]:
     if last is not None and last.dp == dp and not avoid and not state.trial and not state.holed:
         return last, state
     taken = set(previous)
-    free = [n for n in nodes if n not in taken and n not in avoid]
+    free = list(filterfalse((taken | avoid).__contains__, nodes))
     if state.trial is not None and avoid and state.strikes:
         # Another suspect proves nothing: better change places with a node that works.
         free = [n for n in free if not state.strikes.get(n)]
@@ -175,7 +177,8 @@ def _holders(state: State, copy: MemoryCopy) -> tuple[str, ...] | None:
     if not state.holed and not state.bad and state.placement is not None and copy.holders is state.placement.seats:
         return copy.holders
     broken = {node for tier, step, node in state.bad if tier == name and step == copy.step}
-    gone = [i for i, node in enumerate(copy.holders) if node not in nodes or node in broken]
+    lost = {*filterfalse(nodes.__contains__, copy.holders), *broken}
+    gone = [i for i, node in enumerate(copy.holders) if node in lost] if lost else []
     if not gone:
         return copy.holders
     holders = list(copy.holders)
@@ -190,7 +193,7 @@ def _holders(state: State, copy: MemoryCopy) -> tuple[str, ...] | None:
 
 def _newcomers(old: tuple[str, ...], new: tuple[str, ...]) -> frozenset[str]:
     """Nodes of `new` that had no seat in `old`; cheap when most seats did not change."""
-    changed = [b for a, b in zip(old, new, strict=False) if a is not b]
+    changed = compress(new, map(is_not, old, new))
     return frozenset(node for node in (*changed, *new[len(old) :]) if node not in old)
 
 

@@ -74,6 +74,8 @@ class _Simulation:
         self.waiting = False
         self.memory: list[_Snapshot] = []
         self.placement: Placement | None = None
+        self.seated_of: Placement | None = None
+        self.seated: frozenset[str] = frozenset()
         self.left: set[str] = set()
         self.departures = 0
         self.saved = 0
@@ -350,7 +352,11 @@ class _Simulation:
                 self._train(self._halt())
 
     def _seated(self, node: str) -> bool:
-        return self.start is not None and node in self.start.placement.seats
+        if self.start is None:
+            return False
+        if self.seated_of is not self.start.placement:
+            self.seated_of, self.seated = self.start.placement, frozenset(self.start.placement.seats)
+        return node in self.seated
 
     def _notice(self, kind: FaultKind, node: str, after: float = 0.0) -> None:
         """Schedule the event of a fault that hits `node` now (numbers go wrong `after` seconds from now)."""

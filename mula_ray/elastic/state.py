@@ -149,9 +149,9 @@ class State:
     the snapshot it started from. mark: `committed` at the last recovery; idle: recoveries since then. last_mark,
     repeats: the same failure in a row; streak: last node to blame. bad: copies that could not be used: ("disk" or
     "memory <generation>", step, node or ""); distrust: memory of generations up to this one is not used. incident:
-    failures since the fence. until: bound of the present phase; wait_until: bound of all waiting for nodes since
-    something last ran. grow_at, retry_at: when to look at growing and at the failed save again. start_s: how long the
-    last start took.
+    failures since the fence. purged: step at which all that had run failing ranks was cordoned at last. until: bound
+    of the present phase; wait_until: bound of all waiting for nodes since something last ran. grow_at, retry_at: when
+    to look at growing and at the failed save again. start_s: how long the last start took.
     """
 
     config: PolicyConfig
@@ -183,6 +183,7 @@ class State:
     skips: tuple[int, ...] = ()
     incident: tuple[Failure, ...] = ()
     trial: Trial | None = None
+    purged: int = -1000
     stop: Stop | None = None
     until: float | None = None
     wait_until: float | None = None

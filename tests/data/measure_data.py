@@ -130,65 +130,61 @@ def throughput(megabytes: int, tokenizer: Path, engine: str) -> None:
             print(f"{rates}: {a / b:.2f} x, by processor time {worked:.2f} x", flush=True)
 
 
-def prepare(source: Path, out: Path, tokenizer: Path, engine: str) -> None:
-    """One preparation from nothing."""
+def prepare(source: Path, out: Path, tokenizer: Path, engine: str, ready: Callable[[], None] = lambda: None) -> None:
+    """One preparation from nothing; `ready()` when the workers are there and nothing has been read yet."""
     shutil.rmtree(out, ignore_errors=True)
     settings = PrepareSettings(
         sources=(Source(str(source)),), tokenizer=str(tokenizer), rules=InputRules(held_out=0.01)
     )
     with plan_job(out, settings) as job:
         if engine == "local":
+            ready()
             run_job(job, run_here)
             return
         from mula_ray.runtime.prepare import RayWorkers
 
         with RayWorkers.local(os.cpu_count() or 1) as spread:
+            ready()
             begin = time.perf_counter()
             run_job(job, spread)
             print(f"  (without starting and ending Ray: {time.perf_counter() - begin:.1f} s)")
 
 
-def resident(pid: int) -> int:
-    """Proportional resident bytes of a process and its children: shared pages counted once."""
+def resident() -> int:
+    """Proportional anonymous and shared memory of all processes of this machine (mapped files are the page cache's)."""
     total = 0
-    for entry in (pid, *children(pid)):
+    for entry in os.listdir("/proc"):
         try:
-            with open(f"/proc/{entry}/smaps_rollup") as file:
-                total += sum(int(line.split()[1]) << 10 for line in file if line.startswith("Pss_Anon:"))
-        except OSError:
+            with open(f"/proc/{int(entry)}/smaps_rollup") as file:
+                parts = [line.split() for line in file if line.startswith(("Pss_Anon:", "Pss_Shmem:"))]
+                total += sum(int(part[1]) << 10 for part in parts)
+        except (OSError, ValueError):
             continue
     return total
 
 
-def children(pid: int) -> list[int]:
-    """All descendants."""
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            direct = [int(word) for word in file.read().split()]
-    except OSError:
-        return []
-    return direct + [below for child in direct for below in children(child)]
-
-
-def memory(megabytes: int, tokenizer: Path | None) -> None:
-    """Largest anonymous memory while a file is prepared in this process (mapped files are the page cache's)."""
+def memory(megabytes: int, tokenizer: Path | None, engine: str) -> None:
+    """Largest memory while a file is prepared, above what everything (Ray included) held before the first byte."""
     folder = Path(tempfile.mkdtemp(dir="."))
     try:
         make_jsonl(folder / "in.jsonl", megabytes)
         tokenizer = tokenizer or make_words(folder / "words.json")
-        base, peak, done = resident(os.getpid()), [0], threading.Event()
+        base, peak, done = [0], [0], threading.Event()
 
         def watch() -> None:
-            while not done.wait(0.25):
-                peak[0] = max(peak[0], resident(os.getpid()))
+            while not done.wait(0.5):
+                peak[0] = max(peak[0], resident())
+
+        def ready() -> None:
+            base[0] = resident()
+            thread.start()
 
         thread = threading.Thread(target=watch)
-        thread.start()
-        seconds = timed(lambda: prepare(folder / "in.jsonl", folder / "out", tokenizer, "local"))
+        seconds = timed(lambda: prepare(folder / "in.jsonl", folder / "out", tokenizer, engine, ready))
         done.set()
         thread.join()
-        above = (peak[0] - base) / 1e6
-        print(f"{megabytes} MB in {seconds:.0f} s: {above:.0f} MB above the start's {base / 1e6:.0f} MB")
+        above = (peak[0] - base[0]) / 1e6
+        print(f"{megabytes} MB ({engine}) in {seconds:.0f} s: {above:.0f} MB above the start's {base[0] / 1e6:.0f} MB")
     finally:
         shutil.rmtree(folder)
 
@@ -207,7 +203,7 @@ def main() -> None:
     if options.what == "throughput":
         throughput(options.mb, options.tokenizer or ensure_stdlib() / "tokenizer.json", options.engine)
     else:
-        memory(options.mb, options.tokenizer)
+        memory(options.mb, options.tokenizer, options.engine)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from elastic_world import World
@@ -559,6 +560,25 @@ def test_with_spares_for_all_suspects_a_pipeline_moves_and_nobody_is_cordoned_un
     assert w.running
     assert not w.cordoned
     assert w.state.strikes == {"n0": 1, "n1": 1}
+
+
+@pytest.mark.parametrize("sick", [{"n7", "n12"}, {"n2", "n9", "n13"}, {"n11", "n12", "n13"}], ids=str)
+def test_several_bad_nodes_at_once_are_not_taken_for_bad_data_for_ever(sick: set[str]) -> None:
+    """Also among the spares, so that the failure comes back on other hardware."""
+    w = pipeline(14, dp=6, min_dp=2, skip_bad_data=True, max_recoveries=50)
+    for _ in range(60):
+        assert w.alive is not None, w.reasons[-1]
+        seats = w.alive.placement.seats
+        step = next(step for step in itertools.count(w.step + 1) if step not in w.alive.skips)
+        bad = {seats.index(node) // 2 for node in sick & set(seats)}
+        if not bad:
+            break
+        for replica in sorted(bad):
+            w.send(ev.NonFinite(w.state.generation, step, (replica * 4 + 2,)))
+        w.settle()
+    w.run(5)
+    assert w.running
+    assert not sick & set(w.starts[-1].placement.seats)
 
 
 def test_bad_data_in_a_pipeline_is_told_from_bad_nodes() -> None:
