@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from mula_ray.bench.timing import Row, report, row
+from mula_ray.bench.timing import Row, chosen, report, row
 from mula_ray.checkpoint.buffers import host_bytes
 from mula_ray.checkpoint.manager import CheckpointManager
 from mula_ray.checkpoint.reader import CheckpointReader
@@ -43,7 +43,7 @@ def run(
     cases: Sequence[str] | None = None, folder: Path | None = None, nbytes: int = NBYTES, repeats: int = REPEATS
 ) -> dict[str, Any]:
     """The benchmark's JSON object. `folder`: where to write (default: the current folder, as a run would)."""
-    wanted = set(cases or ("stall", "write", "load-cold"))
+    wanted = chosen("checkpoint", cases, ("stall", "write", "load-cold"))
     base = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=folder or Path.cwd()))
     items = _state(nbytes)
     rows: list[Row] = []

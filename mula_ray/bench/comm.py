@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from mula_ray.bench.ranks import run_ranks
-from mula_ray.bench.timing import Row, report, row
-from mula_ray.config.errors import UserError
+from mula_ray.bench.timing import Row, chosen, report, row
 from mula_ray.parallel.backend import TCPStore
 from mula_ray.parallel.collectives import all_reduce, all_reduce_async, barrier, reduce_scatter_async
 from mula_ray.parallel.groups import Group, Groups
@@ -39,10 +38,8 @@ def run(cases: Sequence[str] | None = None) -> dict[str, Any]:
         UserError: an unknown case.
     """
     known = {"groups-4": _group_rows, "reduce-scatter": _reduce_scatter_rows, "agreement-4": _agreement_rows}
-    unknown = sorted(set(cases or ()) - set(known))
-    if unknown:
-        raise UserError(f"bench comm has no case {unknown}; choose of {', '.join(known)}")
-    return report("comm", [line for name in cases or known for line in known[name]()], threads=1)
+    names = chosen("comm", cases, tuple(known))
+    return report("comm", [line for name in names for line in known[name]()], threads=1)
 
 
 def timed(group: Group | None, body: Callable[[], object], repeats: int = REPEATS) -> float:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from mula_ray.bench.timing import (
     Row,
     bench_threads,
+    chosen,
     fresh_processes,
     interleaved,
     median_ratio,
@@ -31,7 +32,6 @@ from mula_ray.bench.timing import (
     report,
     row,
 )
-from mula_ray.config.errors import UserError
 from mula_ray.ops.experts import expert_ffn
 from mula_ray.ops.reference import classic_ffn
 from mula_ray.ops.runtime import Runtime
@@ -65,9 +65,7 @@ Step = Callable[[], tuple[Tensor, Tensor, Tensor]]
 def run(cases: tuple[str, ...] | None = None) -> dict[str, Any]:
     """Measure the named cases, or all."""
     rows: list[Row] = []
-    for case in cases or tuple(CASES):
-        if case not in CASES:
-            raise UserError(f"bench moe has no case {case!r}; choose among {', '.join(CASES)}")
+    for case in chosen("moe", cases, tuple(CASES)):
         times = fresh_processes(PROCESSES, measure, case)
         rows += _time_rows(case, times, fresh_processes(1, measure_eager, case)[0])
         rows += _memory_rows(case)

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from mula_ray.bench.ranks import run_ranks
-from mula_ray.bench.timing import Row, report, row
-from mula_ray.config.errors import UserError
+from mula_ray.bench.timing import Row, chosen, report, row
 from mula_ray.config.model import ModelConfig, MoEConfig
 from mula_ray.config.run import DataConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from mula_ray.optim.epso import Epso, epso_sharding
@@ -42,14 +41,12 @@ KINDS = {"epso": epso_sharding, "zero1": zero1_sharding}
 def run(cases: Sequence[str] | None = None) -> dict[str, Any]:
     """`ep4-20b-local` and `overlap-2`, or those of them in `cases`."""
     rows: list[Row] = []
-    if not cases or "ep4-20b-local" in cases:
+    names = chosen("optimizer", cases, ("ep4-20b-local", "overlap-2"))
+    if "ep4-20b-local" in names:
         ranks = run_ranks(_compare, 4, timeout=300.0)
         rows += _rows("ep4-20b-local", ranks)
-    if not cases or "overlap-2" in cases:
+    if "overlap-2" in names:
         rows += _overlap_rows(run_ranks(_overlap, 2, timeout=300.0))
-    unknown = set(cases or ()) - {"ep4-20b-local", "overlap-2"}
-    if unknown:
-        raise UserError(f"bench optimizer has no case {sorted(unknown)}; choose ep4-20b-local or overlap-2")
     return report("optimizer", rows, threads=1)
 
 

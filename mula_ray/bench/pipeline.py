@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mula_ray.bench.ranks import run_ranks
+from mula_ray.bench.timing import chosen
 from mula_ray.config.model import ModelConfig
 from mula_ray.config.run import DataConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from mula_ray.parallel.collectives import barrier
@@ -36,13 +37,13 @@ REPEATS = 5
 
 def run(cases: tuple[str, ...] | None = None) -> dict[str, Any]:
     """All cases, or those named: idle-emulated, idle-real, memory."""
-    chosen = cases or ("idle-emulated", "idle-real", "memory")
+    names = chosen("pipeline", cases, ("idle-emulated", "idle-real", "memory"))
     rows: list[dict[str, Any]] = []
-    if "idle-emulated" in chosen:
+    if "idle-emulated" in names:
         rows += _idle_rows("idle-emulated", run_ranks(_emulate, 4, timeout=180.0))
-    if "idle-real" in chosen:
+    if "idle-real" in names:
         rows += _idle_rows("idle-real", run_ranks(_compute, 2, timeout=240.0))
-    if "memory" in chosen:
+    if "memory" in names:
         rows += _memory_rows()
     versions = {"torch": torch.__version__}
     return {"bench": "pipeline", "device": "cpu", "threads": 1, "versions": versions, "rows": rows}

@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from mula_ray.bench.ranks import run_ranks
-from mula_ray.config.errors import UserError
+from mula_ray.bench.timing import chosen
 from mula_ray.config.load import load
 from mula_ray.config.run import RunConfig
 from mula_ray.data.batches import BatchSource, Share
@@ -166,13 +166,10 @@ def run(
         UserError: no such case.
     """
     known = case_names()
-    chosen = list(cases or [name for name in known if name.startswith("short")])
-    for case in chosen:
-        if case not in known:
-            raise UserError(f"bench quality has no case {case!r}; choose from {', '.join(known)}")
+    names = chosen("quality", cases, known, [name for name in known if name.startswith("short")])
     both = pair or (lambda case, where: run_ranks(_one, len(MODELS), case, where, timeout=7200.0))
     rows: list[dict[str, Any]] = []
-    for case in chosen:
+    for case in names:
         configs = [configuration(model, case) for model in MODELS]
         open_run_data(configs[0])  # the corpus is prepared once, before two processes want it
         moe, dense = both(case, str(folder))

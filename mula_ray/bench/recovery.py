@@ -22,7 +22,7 @@ from typing import Any
 
 from mula_ray.bench.sides import BOUND_S, Side, ours, ray_train, torchrun
 from mula_ray.bench.storm import storm
-from mula_ray.bench.timing import Row, report, row
+from mula_ray.bench.timing import Row, chosen, report, row
 
 CASES = ("kill-rank-32mb", "kill-rank-256mb", "freeze-rank-32mb", "kill-node-32mb")
 BETWEEN_STEPS = 8
@@ -35,7 +35,7 @@ class Wedged(Exception):
 def run(cases: Sequence[str] | None = None, repeats: int = 20, baseline_kills: int = 3) -> dict[str, Any]:
     """The benchmark's JSON object; `repeats` failures a case (nodes: a quarter as many); `storm` only if asked."""
     rows: list[Row] = []
-    wanted = list(cases or CASES)
+    wanted = chosen("recovery", cases, (*CASES, "storm"), CASES)
     base = Path(tempfile.mkdtemp(prefix="bench-recovery-"))
     try:
         if "storm" in wanted:

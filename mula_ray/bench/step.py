@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from mula_ray.bench.step_ep import ep4_rows
-from mula_ray.bench.timing import Row, bench_threads, fresh_processes, interleaved, median_ratio, report, row
-from mula_ray.config.errors import UserError
+from mula_ray.bench.timing import Row, bench_threads, chosen, fresh_processes, interleaved, median_ratio, report, row
 from mula_ray.config.model import ModelConfig, MoEConfig, RouterConfig
 from mula_ray.config.run import DataConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from mula_ray.parallel.groups import Groups
@@ -34,16 +33,14 @@ PROCESSES, ROUNDS = 5, 3
 def run(cases: tuple[str, ...] | None = None) -> dict[str, Any]:
     """Measure the named cases, or both."""
     rows: list[Row] = []
-    for case in cases or (WHOLE, "ep4"):
+    for case in chosen("step", cases, (WHOLE, "ep4")):
         if case == WHOLE:
             times = fresh_processes(PROCESSES, measure)
             ours = statistics.median(t["ours"] for t in times)
             ratio = median_ratio(times, PEER, "ours") if PEER in times[0] else None
             rows.append(row(case, "step", ours, "s", PEER, ratio))
-        elif case == "ep4":
-            rows += [row(**each) for each in ep4_rows()]
         else:
-            raise UserError(f"bench step has no case {case!r}; choose {WHOLE} or ep4")
+            rows += [row(**each) for each in ep4_rows()]
     return report("step", rows, threads=bench_threads())
 
 

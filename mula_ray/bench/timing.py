@@ -12,14 +12,28 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
 
+from mula_ray.config.errors import UserError
+
 PROCESS_S = 900.0
 """Longest that one fresh process may take, seconds."""
+
+
+def chosen(bench: str, cases: Sequence[str] | None, known: Sequence[str], default: Sequence[str] = ()) -> list[str]:
+    """The cases asked for, else `default`, else all.
+
+    Raises:
+        UserError: one that does not exist.
+    """
+    for case in cases or ():
+        if case not in known:
+            raise UserError(f"bench {bench} has no case {case!r}; choose among {', '.join(known)}")
+    return list(cases or default or known)
 
 
 class Row(TypedDict):

@@ -35,8 +35,10 @@ def plan(
 ) -> int:
     """Print parameters of CONFIG and, with --tiles or --site, memory, traffic, speed and goodput."""
     from mula_ray.plan.layout import active_params, total_params
+    from mula_ray.plan.legal import refuse_for_the_model
 
     loaded = load(config, sets or ())
+    refuse_for_the_model(loaded.config)
     model = loaded.config.model
     result: dict[str, Any] = {
         "config": loaded.name,

@@ -96,7 +96,7 @@ class ElasticConfig(Section):
     max_recoveries: PositiveInt = Field(5, description="recoveries without a new committed step that count as systemic")
     skip_bad_data: bool = Field(False, description="skip a window that fails numerically on two sets of hardware")
     check_state_every: NonNegativeInt = Field(
-        1, description="steps between checks of the optimizer shards' CRC; 0 never"
+        1, description="steps between checks of the optimizer shards' digest; 0 never"
     )
 
 

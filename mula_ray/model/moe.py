@@ -82,12 +82,7 @@ class Experts(nn.Module):
         self.runtime = runtime or Runtime()
 
     def forward(self, hidden: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """Weighted sum over the experts held here: (T', H), (T', k), local ids (T', k) -> (T', H).
-
-        Raises:
-            UserError: an id that is no expert of the model (checked where that costs no device synchronisation).
-        """
-        self._check(ids)
+        """Weighted sum over the experts held here: (T', H), (T', k), local ids (T', k) -> (T', H)."""
         return expert_ffn(
             hidden,
             weights,
@@ -102,15 +97,19 @@ class Experts(nn.Module):
             runtime=self.runtime,
         )
 
-    def _check(self, ids: Tensor) -> None:
-        """Local ids of the model's experts lie within (-E, E), whichever of them this rank holds."""
+    def check(self, ids: Tensor) -> None:
+        """Ids as the router gives them, before they travel.
+
+        Raises:
+            UserError: an id that is no expert of the model (checked where that costs no device synchronisation).
+        """
         if ids.device.type != "cpu" or ids.numel() == 0:
             return
         low, high = (int(bound) for bound in ids.aminmax())
-        if low <= -self.moe.experts or high >= self.moe.experts:
+        if low < 0 or high >= self.moe.experts:
             raise UserError(
                 f"{self.where}: expert ids reach from {low} to {high}; they must lie in 0..{self.moe.experts - 1} of "
-                "the model. The router or the dispatcher is damaged"
+                "the model. The router is damaged"
             )
 
     def _fair_share(self, ids: Tensor) -> int:
@@ -149,6 +148,7 @@ class MoE(nn.Module):
 
     def after_routing(self, hidden_TH: Tensor, weights_Tk: Tensor, ids_Tk: Tensor) -> Tensor:
         """Dispatch, compute, combine: (T, H) -> (T, H)."""
+        self.experts.check(ids_Tk)
         routed = self.dispatcher.dispatch(hidden_TH, weights_Tk, ids_Tk)
         out = self.experts(*routed)
         return self.dispatcher.combine(out)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mula_ray.config.errors import CannotContinue
+from mula_ray.config.errors import CannotContinue, UserError
 from mula_ray.config.model import ModelConfig
 from mula_ray.model.aux import AuxSink, LayerAux
 
@@ -31,7 +31,6 @@ class Router(nn.Module):
         super().__init__()
         assert cfg.moe is not None
         self.cfg, self.moe, self.layer, self.rank = cfg.router, cfg.moe, layer, rank
-        self.raises = True
         self.weight = nn.Parameter(torch.empty(cfg.moe.experts, cfg.hidden, device=device, dtype=dtype))
         self.raises = True
         """False where ranks must go on together: a step's agreed finite flag then finds what is not finite."""
@@ -48,8 +47,14 @@ class Router(nn.Module):
             weights (T, k) fp32 and expert ids (T, k) int64.
 
         Raises:
+            UserError: hidden states of another width.
             NonFiniteRouter: NaN or infinity in the logits (checked where that costs no device synchronisation).
         """
+        if hidden_BSH.shape[-1] != self.weight.shape[1]:
+            raise UserError(
+                f"router of layer {self.layer} on rank {self.rank}: hidden states {tuple(hidden_BSH.shape)} must have "
+                f"{self.weight.shape[1]} elements a token, the router's weight is {tuple(self.weight.shape)}"
+            )
         logits_BSE = F.linear(hidden_BSH, self.weight).float()
         probs_BSE = torch.softmax(logits_BSE, dim=-1)
         if self.cfg.fur:

@@ -64,6 +64,8 @@ def expert_ffn(
         UserError: shapes, dtypes or a backend that do not fit, naming `where`.
     """
     _check(hidden_TH, weights_Tk, ids_Tk, gate_up, down, where)
+    if chunk_tokens < 0:
+        raise UserError(f"{where}: chunk_tokens is {chunk_tokens}; it must be a number of rows, or 0 for no bound")
     sink, runtime = sink or ImmediateSink(), runtime or Runtime()
     ids_Tk = ids_Tk.to(torch.int64) - first_expert if first_expert else ids_Tk.to(torch.int64)
     if torch.is_grad_enabled() and gate_up.requires_grad and not hidden_TH.requires_grad:
@@ -113,9 +115,14 @@ def _check(hidden: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: 
             gate_up.dtype == down.dtype == hidden.dtype,
             f"expert weights are {gate_up.dtype} and {down.dtype}; they must have the dtype of hidden, {hidden.dtype}",
         ),
+        (
+            gate_up.requires_grad == down.requires_grad,
+            f"gate_up {'has' if gate_up.requires_grad else 'has no'} requires_grad, down is the other way round; both "
+            "are trained or neither",
+        ),
         (weights.is_floating_point(), f"routing weights are {weights.dtype}; they must be floating"),
         (
-            not ids.is_floating_point() and ids.dtype != torch.bool,
+            not ids.is_floating_point() and not ids.is_complex() and ids.dtype != torch.bool,
             f"expert ids are {ids.dtype}; they must be integers",
         ),
     )

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from mula_ray.config.run import OptimConfig
 from mula_ray.optim.flat import FlatFamily
-from mula_ray.optim.reduce import BucketReducer, owned_grad
+from mula_ray.optim.reduce import BucketReducer, owned_grad, sum_of_squares
 from mula_ray.parallel.apply import DTYPES, set_parameter
 from mula_ray.parallel.collectives import all_gather_async, all_reduce
 from mula_ray.parallel.groups import Group, Groups
@@ -160,15 +160,15 @@ class Epso:
         """() fp64 on the CPU: squared norm of the owned, reduced gradients that this rank counts."""
         total = torch.zeros((), dtype=torch.float64)
         for family in self.families:
-            norms = []
+            sums = []
             for bucket in family.plan.buckets:
                 grad = owned_grad(family, bucket, self.reduce_dtype)
                 base = family.own(bucket)[1].start
                 for run, counted in family.runs.get(bucket.index, ()):
                     if counted:
-                        norms.append(torch.linalg.vector_norm(grad[run.start - base : run.stop - base]))
-            if norms:
-                total += torch.stack(norms).double().square().sum().cpu()
+                        sums.append(sum_of_squares(grad[run.start - base : run.stop - base]))
+            if sums:
+                total += torch.stack(sums).sum().cpu()
         return total
 
     def update(self, step: int, lr: float, factor: float = 1.0, *, gather: bool = True) -> None:

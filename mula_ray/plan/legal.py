@@ -5,6 +5,7 @@ The one place that turns `parallel.dp: auto` into a number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 from mula_ray.config.errors import UserError
@@ -102,26 +103,32 @@ def _model_faults(config: RunConfig) -> Iterator[str]:
             f"parallel.ep is {parallel.ep}, which does not divide model.moe.experts {model.moe.experts}; "
             f"nearest legal: {_near(parallel.ep, _divisors(model.moe.experts))}"
         )
-    if model.heads % parallel.tp:
-        yield (
-            f"parallel.tp is {parallel.tp}, which does not divide model.heads {model.heads}; "
-            f"nearest legal: {_near(parallel.tp, _divisors(model.heads))}"
-        )
-        return
-    for spec in param_specs(model):
-        if spec.tp_axis is not None and spec.shape[spec.tp_axis] % parallel.tp:
-            size = spec.shape[spec.tp_axis]
-            yield (
-                f"parallel.tp is {parallel.tp}, which does not divide dim {spec.tp_axis} of {spec.name} ({size}); "
-                f"nearest legal: {_near(parallel.tp, (n for n in _divisors(size) if model.heads % n == 0))}"
-            )
+    sizes = _cut_by_tp(config)
+    for name, size in sizes.items():
+        if size % parallel.tp:
+            fix = f"nearest legal: {_near(parallel.tp, _divisors(math.gcd(*sizes.values())))}"
+            if name == "model.vocab_size":
+                padded = -(-size // parallel.tp) * parallel.tp
+                fix = f"pad the vocabulary with model.vocab_size={padded}, or change parallel.tp, {fix}"
+            yield f"parallel.tp is {parallel.tp}, which does not divide {name} {size}; {fix}"
             return
-    tokens = config.train.micro_batch * config.data.context
-    if model.moe is not None and tokens % parallel.tp:
-        yield (
-            f"parallel.tp is {parallel.tp}, which does not divide the {tokens} tokens of a micro-batch "
-            f"(train.micro_batch x data.context); nearest legal: {_near(parallel.tp, _divisors(tokens))}"
+
+
+def _cut_by_tp(config: RunConfig) -> dict[str, int]:
+    """What tensor parallelism cuts into equal parts, by the name that a person knows it by."""
+    model = config.model
+    sizes = {"model.heads": model.heads}
+    for spec in param_specs(model):
+        if spec.tp_axis is not None:
+            name = f"dim {spec.tp_axis} of {spec.name}:"
+            if spec.name in ("model.embed_tokens.weight", "lm_head.weight"):
+                name = "model.vocab_size"
+            sizes[name] = spec.shape[spec.tp_axis]
+    if model.moe is not None:
+        sizes["the tokens of a micro-batch (train.micro_batch x data.context)"] = (
+            config.train.micro_batch * config.data.context
         )
+    return sizes
 
 
 def _pipeline_faults(config: RunConfig) -> Iterator[str]:
@@ -143,10 +150,15 @@ def _pipeline_faults(config: RunConfig) -> Iterator[str]:
         yield f"parallel.schedule zbv holds two stages a rank, but virtual_stages is {virtual}; set virtual_stages=2"
     stages = parallel.pp * virtual
     if stages > model.layers:
-        legal = range(1, model.layers // virtual + 1)
+        fewest = 1 if schedule in ("1f1b", "zero_bubble") else 2
+        choices = {
+            "parallel.pp": _near(parallel.pp, range(1 if virtual == 1 else 2, model.layers // virtual + 1)),
+            "parallel.virtual_stages": _near(virtual, range(fewest, model.layers // parallel.pp + 1)),
+        }
+        legal = "; or ".join(f"nearest legal {name}: {values}" for name, values in choices.items() if values)
         yield (
             f"parallel.pp {parallel.pp} x virtual_stages {virtual} = {stages} stages, but the model has {model.layers} "
-            f"layers; nearest legal parallel.pp: {_near(parallel.pp, legal)}"
+            f"layers; {legal or 'set parallel.pp=1 virtual_stages=1, or schedule: 1f1b with virtual_stages=1'}"
         )
 
 
@@ -155,6 +167,12 @@ def _room_faults(config: RunConfig, nodes: int, tiles: int) -> Iterator[str]:
     room, replica = nodes * tiles, parallel.ep * parallel.tp * parallel.pp
     whole = f"{nodes} nodes x {tiles} tiles = {room} tiles (cluster.nodes, cluster.tiles_per_node)"
     product = f"ep {parallel.ep} x tp {parallel.tp} x pp {parallel.pp} = {replica}"
+    if parallel.tp > tiles:
+        yield (
+            f"parallel.tp is {parallel.tp}, but a node has {tiles} tiles (cluster.tiles_per_node), and a TP group must "
+            f"fit in a node; set parallel.tp={tiles} or less, or cluster.tiles_per_node={parallel.tp}"
+        )
+        return
     if replica > room:
         yield f"one replica needs {product} tiles, but there are {whole}; use at least {-(-replica // tiles)} nodes"
         return

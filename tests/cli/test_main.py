@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from mula_ray.cli import main as cli_main
+from mula_ray.cli.bench import NAMES
 from mula_ray.config.errors import CannotContinue, NoCheckpoint, StoppedEarly, UserError
 from tests.conftest import Cli
 
@@ -46,6 +47,8 @@ def test_plan_prints_the_exact_parameter_counts(cli: Cli, name: str, total: int,
         (["train", "mula-tiny", "--in-process", "--set", "parallel.ep=2"], "--set parallel.ep=1"),
         (["train", "mula-tiny", "--set", "parallel.ep=3"], "nearest legal: 1, 2, 4, 8"),
         (["plan", "nothing"], "does not exist"),
+        (["plan", "mula-tiny", "--set", "parallel.ep=3"], "nearest legal: 1, 2, 4, 8"),
+        *((["bench", name, "--case", "nope"], f"bench {name} has no case 'nope'; choose among") for name in NAMES),
         (["bench", "nothing"], "choose one of moe, step"),
     ],
 )

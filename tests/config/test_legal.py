@@ -45,6 +45,15 @@ def test_dp_auto_fills_the_working_nodes() -> None:
         (["parallel.ep=3"], ("parallel.ep is 3", "model.moe.experts 16", "nearest legal: 1, 2, 4, 8")),
         (["parallel.tp=3"], ("parallel.tp is 3", "model.heads 4", "nearest legal: 1, 2, 4")),
         (["parallel.dp=3"], ("parallel.dp 3", "2 tiles", "set parallel.dp=2 or dp: auto, or cluster.nodes=3")),
+        (["parallel.tp=2"], ("a node has 1 tiles", "set parallel.tp=1 or less, or cluster.tiles_per_node=2")),
+        (
+            ["parallel.pp=2", "parallel.schedule=interleaved", "parallel.virtual_stages=3"],
+            ("6 stages", "set parallel.pp=1 virtual_stages=1"),
+        ),
+        (
+            ["parallel.pp=2", "parallel.schedule=interleaved", "parallel.virtual_stages=4", "model.layers=4"],
+            ("8 stages", "nearest legal parallel.virtual_stages: 2"),
+        ),
         (["parallel.pp=4"], ("4 stages", "2 layers", "nearest legal parallel.pp: 1, 2")),
         (["parallel.ep=4"], ("one replica needs ep 4", "use at least 4 nodes")),
         (["parallel.ep=4", "cluster.tiles_per_node=3", "cluster.nodes=4"], ("neither fill whole nodes", "3, 6")),
@@ -71,10 +80,17 @@ def test_suggested_choices_are_legal() -> None:
     legal_topology(config("parallel.ep=4", "cluster.nodes=8"))
 
 
-def test_vocabulary_must_divide_by_tp() -> None:
+def test_a_vocabulary_that_tp_does_not_divide_is_to_be_padded() -> None:
     message = refused("model.vocab_size=4098", "parallel.tp=4", "cluster.tiles_per_node=4")
-    assert "model.embed_tokens.weight (4098)" in message
+    assert "does not divide model.vocab_size 4098" in message
+    assert "pad the vocabulary with model.vocab_size=4100" in message
     assert "nearest legal: 1, 2" in message
+    legal_topology(config("model.vocab_size=4100", "parallel.tp=4", "cluster.tiles_per_node=4"))
+
+
+def test_choices_of_tp_divide_everything_that_tp_cuts() -> None:
+    message = refused("parallel.tp=2", "data.context=7", "train.micro_batch=1", "cluster.tiles_per_node=2")
+    assert message.endswith("train.micro_batch x data.context) 7; nearest legal: 1")
 
 
 def test_single_process() -> None:

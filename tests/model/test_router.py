@@ -8,7 +8,7 @@ import torch
 from mula_ray.config.errors import UserError
 from mula_ray.config.model import ModelConfig, MoEConfig, RouterConfig
 from mula_ray.model.aux import AuxSink
-from mula_ray.model.moe import Experts
+from mula_ray.model.moe import Experts, MoE
 from mula_ray.model.router import NonFiniteRouter, Router
 
 EXPERTS, TOP_K, HIDDEN, LAYERS = 6, 2, 16, 3
@@ -99,10 +99,18 @@ def test_non_finite_logits_name_layer_and_rank(bad: float) -> None:
     router(x, None, None)
 
 
-def test_ids_out_of_range_name_layer_and_rank() -> None:
-    experts = Experts(config(), 5, 3, None, torch.float32)
-    with pytest.raises(UserError, match=r"layer 5 on rank 3: expert ids reach from 0 to 6"):
-        experts(hidden(1, 4)[0], torch.rand(4, 2), torch.tensor([[0, 1], [2, 6], [0, 1], [2, 3]]))
+@pytest.mark.parametrize("bad", [-1, EXPERTS, EXPERTS + (1 << 16)])
+def test_ids_out_of_range_name_layer_and_rank(bad: int) -> None:
+    moe = MoE(config(), 5, 3, None, torch.float32)
+    ids = torch.tensor([[0, 1], [2, bad], [0, 1], [2, 3]])
+    with pytest.raises(UserError, match=rf"layer 5 on rank 3: expert ids reach from {min(bad, 0)} to {max(bad, 3)}"):
+        moe.after_routing(hidden(1, 4)[0], torch.rand(4, 2), ids)
+
+
+def test_hidden_states_of_another_width_name_layer_and_rank() -> None:
+    router = make_router(config(), layer=5, rank=3)
+    with pytest.raises(UserError, match=r"layer 5 on rank 3: hidden states \(1, 4, 3\)"):
+        router(hidden(1, 4)[..., :3], None, None)
 
 
 def test_default_memory_guard_is_twice_the_fair_share() -> None:

@@ -194,6 +194,7 @@ def test_backward_twice_and_many_graphs_alive(backend: str, runtime: Runtime) ->
         ({"weights": torch.rand(8, 3)}, "routing weights (8, 3) and ids (8, 2)"),
         ({"weights": torch.ones(8, 2, dtype=torch.int64)}, "must be floating"),
         ({"ids": torch.zeros(8, 2)}, "must be integers"),
+        ({"ids": torch.zeros(8, 2, dtype=torch.complex64)}, "must be integers"),
         ({"hidden": torch.rand(8, 15)}, "hidden (8, 15)"),
         ({"hidden": torch.tensor(1.0)}, "(tokens, hidden)"),
         ({"hidden": torch.rand(8, 16, dtype=torch.float64)}, "float32 or bfloat16"),
@@ -210,6 +211,15 @@ def test_bad_input_names_layer_and_rank(change: dict[str, torch.Tensor], said: s
             nn.Parameter(values["down"]), where="experts of layer 7 on rank 3",
         )  # fmt: skip
     assert said in str(caught.value)
+
+
+def test_half_frozen_experts_and_negative_bounds_are_refused() -> None:
+    case = make_case(8, 16, 8, 4, 2)
+    frozen, trained = nn.Parameter(case.gate_up, requires_grad=False), nn.Parameter(case.down)
+    with pytest.raises(UserError, match="both are trained or neither"):
+        expert_ffn(case.hidden, case.weights, case.ids, frozen, trained)
+    with pytest.raises(UserError, match="chunk_tokens is -5"):
+        expert_ffn(case.hidden, case.weights, case.ids, nn.Parameter(case.gate_up), trained, chunk_tokens=-5)
 
 
 def test_backend_that_cannot_run_here() -> None:

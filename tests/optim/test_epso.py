@@ -13,7 +13,7 @@ from torch import nn
 
 from mula_ray.config.run import OptimConfig
 from mula_ray.optim.epso import Epso, clip_factor
-from mula_ray.optim.reduce import owned_grad
+from mula_ray.optim.reduce import owned_grad, sum_of_squares
 from mula_ray.optim.schedule import learning_rate
 from mula_ray.optim.zero1 import zero1_sharding
 from mula_ray.parallel.collectives import all_reduce
@@ -144,6 +144,17 @@ def test_schedule_warms_up_decays_and_stays() -> None:
     assert all(a >= b for a, b in itertools.pairwise(rates[4:])), "never rises again"
     assert rates[20:] == [0.1] * 20
     assert learning_rate(12, cfg, 20) == pytest.approx(0.55)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1023, 1025, (1 << 22) + 777])
+def test_the_norm_does_not_depend_on_length_or_cut(numel: int) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    values[: numel // 1000] *= 1000.0
+    exact = float(values.double().square().sum())
+    bound = 2e-6 if numel < 10_000 else 5e-8  # short ones are a single fp32 sum
+    assert float(sum_of_squares(values)) == pytest.approx(exact, rel=bound)
+    parts = values.tensor_split([numel // 3, numel // 2])
+    assert sum(float(sum_of_squares(part)) for part in parts) == pytest.approx(exact, rel=bound)
 
 
 def test_clip_follows_torch() -> None:
