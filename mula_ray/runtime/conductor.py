@@ -30,8 +30,8 @@ from mula_ray.runtime.saves import Saved, Saves
 from mula_ray.runtime.strikes import strike
 from mula_ray.runtime.watcher import Watcher
 
-BEAT_S = 0.1
-CHECK_S = 0.05
+BEAT_S = 0.2
+CHECK_S = 0.1
 _UNREACHABLE_S = 0.3
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mula_ray.runtime import wire
-from mula_ray.runtime.osproc import adopt_orphans, descendants, die_with_parent, kill_verified, stand_back
+from mula_ray.runtime.osproc import adopt_orphans, descendants, die_with_parent, kill_verified, stand_back, start_batch
 
 OBJECT_STORE_BYTES = 80 << 20
 ADD_TRIES = 3
@@ -323,6 +323,7 @@ def main() -> None:
     folder, nodes, tiles, orphan_s = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    start_batch()
     guard(folder)
     adopt_orphans()
     keeper = Keeper(folder, nodes, tiles, orphan_s)

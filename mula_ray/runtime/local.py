@@ -45,6 +45,7 @@ UNHURRIED = {
     "RAY_report_worker_backlog_interval_ms": "10000",
     "RAY_kill_idle_workers_interval_ms": "5000",
     "RAY_metrics_report_interval_ms": "60000",
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",
     "RAY_event_stats": "0",
     "RAY_event_stats_print_interval_ms": "0",
     "RAY_io_context_monitor_probe_interval_ms": "10000",

@@ -34,13 +34,27 @@ def adopt_orphans() -> None:
 
 
 def stand_back(pid: int, niceness: int = 5) -> None:
-    """Let ranks that share the cores go first: all threads of `pid` get at least this niceness (Linux: it is a
-    thread's). What they need is little, and a rank that waits for another one leaves room for it."""
+    """Let ranks that share the cores go first: all threads of `pid` get at least this niceness and the batch policy
+    (Linux: both are a thread's), with which they do not interrupt a rank when they wake up. What they need is little,
+    and a rank that waits for another one leaves room for it."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
                 if os.getpriority(os.PRIO_PROCESS, int(thread)) < niceness:
                     os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
+                os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
+
+
+def start_batch() -> None:
+    """What this thread starts from now on does not interrupt ranks when it wakes up; ranks undo it (`start_normal`)."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def start_normal() -> None:
+    """The inverse: for ranks, which descend from processes that stand back."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def stat_fields(pid: int) -> list[str] | None:

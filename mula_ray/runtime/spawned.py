@@ -6,9 +6,10 @@ import os
 import socket
 import sys
 
-from mula_ray.runtime.osproc import die_with_parent
+from mula_ray.runtime.osproc import die_with_parent, start_normal
 from mula_ray.runtime.zygote import run_job
 
 if __name__ == "__main__":
+    start_normal()
     die_with_parent(int(sys.argv[2]))
     os._exit(run_job(socket.socket(fileno=int(sys.argv[1]))))

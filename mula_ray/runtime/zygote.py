@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from mula_ray.runtime import wire
-from mula_ray.runtime.osproc import die_with_parent
+from mula_ray.runtime.osproc import die_with_parent, start_normal
 
 PRELOAD = (
     "torch",
@@ -196,6 +196,7 @@ def _function(entry: str) -> Callable[..., Any]:
 
 def main() -> None:
     """Entry of `python -m`."""
+    start_normal()
     serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
 
 
