@@ -112,7 +112,7 @@ class _Work:
 
     def forward(self) -> Tensor:
         """(T, H) of the dtype of hidden."""
-        out_TH = torch.zeros(self.hidden_TH.shape, dtype=torch.float32)
+        out_TH = self.how.workspace.take(*self.hidden_TH.shape).zero_()
         for block in self.blocks:
             n, token_n = block.stop - block.start, self.plan.token_N[block.start : block.stop]
             gate_up, down = self._weights(block.expert)
@@ -126,7 +126,7 @@ class _Work:
         """Gradients of hidden (T, H) and of the routing weights (T, k); those of the experts go to the sink."""
         grad_TH, passes, sink = grad_TH.contiguous(), self.how.passes, self.how.sink
         rows, width = self.plan.rows, self.down.shape[2]
-        dhidden_TH = torch.zeros(self.hidden_TH.shape, dtype=torch.float32)
+        dhidden_TH = self.how.workspace.take(*self.hidden_TH.shape).zero_()
         dweight_N = torch.empty(rows)
         # Weight gradients that wait keep their operands; without room for those they are computed at once.
         later = sink.deferred and rows <= self.how.keep_rows
