@@ -50,6 +50,7 @@ def test_an_unknown_case_is_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_moe_is_better_in_all_three_seeds(tmp_path: Path) -> None:
     """The bar of the project; figures in docs/moe_vs_dense.md."""
     result = quality.run(folder=tmp_path)
