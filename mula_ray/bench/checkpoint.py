@@ -7,7 +7,7 @@
 - `load-cold`: reading with every block checked against `read` of the same bytes, both from the device (the files are
   dropped from the page cache); warm loading and verification beside it.
 
-Sides alternate; a figure is the median over the repetitions.
+In a process as a rank is one (`config/environment.py`). Sides alternate; a figure is the median over the repetitions.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from mula_ray.bench.ranks import run_ranks
 from mula_ray.bench.timing import Row, chosen, report, row
 from mula_ray.checkpoint.buffers import host_bytes
 from mula_ray.checkpoint.manager import CheckpointManager
@@ -45,18 +46,25 @@ def run(
     """The benchmark's JSON object. `folder`: where to write (default: the current folder, as a run would)."""
     wanted = chosen("checkpoint", cases, ("stall", "write", "load-cold"))
     base = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=folder or Path.cwd()))
-    items = _state(nbytes)
-    rows: list[Row] = []
     try:
-        if "stall" in wanted:
-            rows += _stall(base / "stall", items, repeats)
-        if "write" in wanted:
-            rows += _write(base, items, repeats)
-        if "load-cold" in wanted:
-            rows += _load(base, items, repeats)
+        (rows,) = run_ranks(_measure, 1, wanted, base, nbytes, repeats, timeout=900.0)
     finally:
         shutil.rmtree(base, ignore_errors=True)
-    return report("checkpoint", rows, threads=torch.get_num_threads())
+    return report("checkpoint", rows, threads=1)
+
+
+def _measure(
+    _rank: int, _world: int, _port: int, wanted: list[str], base: Path, nbytes: int, repeats: int
+) -> list[Row]:
+    items = _state(nbytes)
+    rows: list[Row] = []
+    if "stall" in wanted:
+        rows += _stall(base / "stall", items, repeats)
+    if "write" in wanted:
+        rows += _write(base, items, repeats)
+    if "load-cold" in wanted:
+        rows += _load(base, items, repeats)
+    return rows
 
 
 def _state(nbytes: int) -> Items:

@@ -191,11 +191,9 @@ def buddies(seats: Sequence[str], nodes: Mapping[str, Node], idle: Sequence[str]
         apart = [n for n in idle if n in nodes and nodes[n].domain != domains[0]]
         return (next(iter(apart or idle), None),)
     largest = max(Counter(domains).values(), default=1)
-    order: Sequence[int] = range(count)
+    order = list(range(count))
     if largest > 1:
-        order = sorted(order, key=domains.__getitem__)
+        order.sort(key=domains.__getitem__)
     shift = min(largest, max(1, count // 2))
-    found: list[str | None] = [None] * count
-    for seat, other in zip(order, [*order[shift:], *order[:shift]], strict=True):
-        found[seat] = seats[other]
-    return tuple(found)
+    keeper = dict(zip(order, order[shift:] + order[:shift], strict=True))
+    return tuple(map(seats.__getitem__, map(keeper.__getitem__, range(count))))

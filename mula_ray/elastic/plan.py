@@ -177,8 +177,8 @@ def _holders(state: State, copy: MemoryCopy) -> tuple[str, ...] | None:
     if not state.holed and not state.bad and state.placement is not None and copy.holders is state.placement.seats:
         return copy.holders
     broken = {node for tier, step, node in state.bad if tier == name and step == copy.step}
-    lost = {*filterfalse(nodes.__contains__, copy.holders), *broken}
-    gone = [i for i, node in enumerate(copy.holders) if node in lost] if lost else []
+    lost = [*filterfalse(nodes.__contains__, copy.holders), *(n for n in copy.holders if n in broken and n in nodes)]
+    gone = sorted(map(copy.holders.index, lost))
     if not gone:
         return copy.holders
     holders = list(copy.holders)

@@ -293,8 +293,8 @@ def _straggler(state: State, event: ev.Straggler, now: float) -> Decision:
     node = state.placement.locate(event.rank)[0]
     slow = f"rank {event.rank} on {node} is {event.factor:.2f} times slower than its peers"
     seated = set(state.placement.seats)
-    better = [n for n in state.nodes if n not in seated and state.strikes.get(n, 0) <= state.strikes.get(node, 0)]
-    if not better:
+    strikes = state.strikes.get(node, 0)
+    if not any(n not in seated and state.strikes.get(n, 0) <= strikes for n in state.nodes):
         return state, (), f"{slow}; no spare could take over"
     state = but(strike(state, frozenset({node}), 1), avoid=frozenset({node}))
     return _ask_stop(state, "memory", slow, now, f"{slow}: a spare takes over at a step boundary")

@@ -160,15 +160,14 @@ class Epso:
         """() fp64 on the CPU: squared norm of the owned, reduced gradients that this rank counts."""
         total = torch.zeros((), dtype=torch.float64)
         for family in self.families:
-            sums = []
+            runs = []
             for bucket in family.plan.buckets:
                 grad = owned_grad(family, bucket, self.reduce_dtype)
                 base = family.own(bucket)[1].start
                 for run, counted in family.runs.get(bucket.index, ()):
                     if counted:
-                        sums.append(sum_of_squares(grad[run.start - base : run.stop - base]))
-            if sums:
-                total += torch.stack(sums).sum().cpu()
+                        runs.append(grad[run.start - base : run.stop - base])
+            total += sum_of_squares(runs).cpu()
         return total
 
     def update(self, step: int, lr: float, factor: float = 1.0, *, gather: bool = True) -> None:

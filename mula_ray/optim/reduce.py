@@ -8,6 +8,7 @@ issue the same calls whatever their timing or routing is. `finish` sends what is
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ from mula_ray.parallel.collectives import (
 from mula_ray.parallel.groups import Group
 from mula_ray.plan.partition import Bucket, launch_order
 
-_NORM_BLOCK = 1024
+_NORM_BLOCK, _SHORT = 1024, 16384
 
 
 @dataclass
@@ -159,16 +160,19 @@ def sums_in_place(family: FlatFamily, reduce_dtype: torch.dtype) -> bool:
     return family.reduce_group is None or (reduce_dtype == torch.float32 and sums_whole(family))
 
 
-def sum_of_squares(flat: Tensor) -> Tensor:
-    """() fp64 sum of the squares of a fp32 vector: in fp32 over 1,024 elements each, in fp64 over these.
+def sum_of_squares(runs: Iterable[Tensor]) -> Tensor:
+    """() fp64 sum of the squares of fp32 vectors: in fp32 over 1,024 elements at a time, in fp64 over these.
 
     One fp32 norm of 4 M elements is 1.6e-4 off on a CPU, by how many and where they are cut; this one 1e-9, as fast.
     """
-    whole = flat.numel() // _NORM_BLOCK * _NORM_BLOCK
-    norms = [torch.linalg.vector_norm(flat[whole:])[None]]
-    if whole:
-        norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, _NORM_BLOCK), dim=1))
-    return torch.cat(norms).double().square().sum()
+    norms = []
+    for run in runs:
+        whole = run.numel() // _NORM_BLOCK * _NORM_BLOCK if run.numel() > _SHORT else 0
+        if whole:
+            norms.append(torch.linalg.vector_norm(run[:whole].view(-1, _NORM_BLOCK), dim=1))
+        if whole < run.numel():
+            norms.append(torch.linalg.vector_norm(run[whole:])[None])
+    return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
 def owned_grad(family: FlatFamily, bucket: Bucket, reduce_dtype: torch.dtype) -> Tensor:
