@@ -47,7 +47,7 @@ def run(
     wanted = chosen("checkpoint", cases, ("stall", "write", "load-cold"))
     base = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=folder or Path.cwd()))
     try:
-        (rows,) = run_ranks(_measure, 1, wanted, base, nbytes, repeats, timeout=900.0)
+        (rows,) = run_ranks(_measure, 1, wanted, base, nbytes, repeats, timeout=900.0, allocator=True)
     finally:
         shutil.rmtree(base, ignore_errors=True)
     return report("checkpoint", rows, threads=1)

@@ -13,7 +13,7 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -29,8 +29,13 @@ class RankFailed(AssertionError):
     """A rank raised; the message has its traceback."""
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 100.0) -> list[Any]:
-    """Results of `fn(rank, world, port, *args)` on `world` ranks. `fn`, `args`: picklable."""
+def run_ranks(
+    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 100.0, allocator: bool = False
+) -> list[Any]:
+    """Results of `fn(rank, world, port, *args)` on `world` ranks. `fn`, `args`: picklable.
+
+    `allocator`: the fork server gets the ranks' allocator settings, as in a run, where this call is what starts it.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -39,7 +44,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 1
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_rank, args=(fn, rank, world, store.port, args, theirs), daemon=True)
-            with _as_in_a_run():
+            with _variables(ALLOCATOR if allocator else {}):
                 process.start()
             theirs.close()
             ranks.append(process)
@@ -54,10 +59,10 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 1
 
 
 @contextlib.contextmanager
-def _as_in_a_run() -> Iterator[None]:
-    """The fork server, which the first start of a rank starts, gets the allocator that ranks have."""
-    before = {name: os.environ.get(name) for name in ALLOCATOR}
-    os.environ.update(ALLOCATOR)
+def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
+    """For what is started meanwhile."""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:

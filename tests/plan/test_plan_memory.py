@@ -44,6 +44,6 @@ def test_peak_memory_is_within_ten_percent(layout: list[str]) -> None:
 
     sets = BIG + layout
     world = legal_topology(load("mula-tiny", sets).config).world
-    for peak, expected in run_ranks(peak_of_steps, world, sets, timeout=110.0):
+    for peak, expected in run_ranks(peak_of_steps, world, sets, timeout=110.0, allocator=True):
         assert expected["state"] >= 500e6
         assert peak == pytest.approx(expected["total"], rel=0.10), (peak / 1e6, expected)
