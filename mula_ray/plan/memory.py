@@ -17,9 +17,10 @@ from dataclasses import dataclass, fields
 from mula_ray.plan.schedule import simulate
 from mula_ray.plan.shape import ITEM, RankShape
 
-PROCESS_BYTES = 145_000_000
+PROCESS_BYTES = 160_000_000
 """Resident memory of a CPU rank beyond its tensors: code pages of the mathematics libraries on first use 40-50 MB, the
-allocator's slack 50-60 MB, gloo's buffers 30-40 MB (torch 2.13). Accelerators: `node.reserved_gb` of the site."""
+allocator's slack (huge pages included) 60-80 MB, gloo's buffers 30-40 MB (torch 2.13). Accelerators:
+`node.reserved_gb` of the site."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ LAYOUTS = [
         "model.layers=8",
     ],
     ["cluster.nodes=2", "parallel.ep=2", "optim.kind=zero1", "model.layers=8"],
-    ["cluster.nodes=2", "parallel.tp=2", "model.layers=5"],
+    ["cluster.nodes=1", "cluster.tiles_per_node=2", "parallel.tp=2", "model.layers=5"],
     ["cluster.nodes=2", "parallel.pp=2", "model.layers=8"],
 ]
 
