@@ -163,6 +163,8 @@ def _tell(out: Path, manifest: DataManifest) -> None:
     for split, shards in manifest.splits.items():
         counts = f"{manifest.tokens(split):,} tokens, {manifest.documents(split):,} documents, {len(shards)} shards"
         print(f"{split}: {counts}")
+    if manifest.documents("held_out") == 0:
+        print("warning: nothing was held out, and training evaluates on held-out data: give a larger --held-out (0.2)")
     print(f"vocabulary {manifest.vocab_size:,}; held out by {manifest.report.get('held_out_by', '?')}")
     for source in manifest.report.get("sources", []):
         used = source["copies"] + source["part_again"]

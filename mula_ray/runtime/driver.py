@@ -154,6 +154,8 @@ class _Job:
             self._out.say("nothing was committed in this folder yet: starting fresh")
         elif self._resumed is not None:
             self._out.say(f"resuming from checkpoint of step {self._resumed}")
+            assert self._folder.found is not None
+            self._out.passed_over(self._folder.last_generation, self._folder.found.rejected)
         self._out.progress.state("starting the cluster")
         self._connect()
         if self._cluster is None:  # in a cluster of our own nobody scrapes, and Ray's collection is off

@@ -78,6 +78,8 @@ def open_folder(request: TrainRequest, data: RunData) -> RunFolder:
         _refuse_other(path, config)
     try:
         (path / "logs").mkdir(parents=True, exist_ok=True)
+        if not used:
+            path.chmod(0o700)  # data, weights and the run's secret are its owner's
     except OSError as error:
         raise UserError(f"run folder {path} cannot be made ({error.strerror}); choose a writable --run-dir") from None
     state = _read_json(path / STATE)

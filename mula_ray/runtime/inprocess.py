@@ -152,6 +152,7 @@ class _Run:
         self._out.say(
             f"resuming from checkpoint of step {self._start}" if found else "nothing was committed yet: starting fresh"
         )
+        self._out.passed_over(self._generation, found.rejected if found else ())
         peak = config.metrics.peak_tflops or measure_peak_tflops(
             self._device, torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
         )

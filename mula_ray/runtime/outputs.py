@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from mula_ray.checkpoint.failures import DamagedCheckpoint
 from mula_ray.config.run import RunConfig
 from mula_ray.runtime.prometheus import RayMetrics
 from mula_ray.train.metrics import EvalRecord, StepRecord
@@ -90,6 +91,13 @@ class Outputs:
     def decision(self, generation: int, reason: str, commands: tuple[str, ...], **more: Any) -> None:
         """What the policy decided, and why."""
         self.events.decision(generation, reason=reason, commands=commands, **more)
+
+    def passed_over(self, generation: int, rejected: Sequence[DamagedCheckpoint]) -> None:
+        """Checkpoints that are damaged, newer than the one that is resumed: which file, which tensor, what kind."""
+        for error in rejected:
+            self.say(f"passed over: {error}")
+            for damage in error.damages:
+                self.events.damaged(generation, path=error.path, **damage.event())
 
     def recovery(self, generation: int, fields: Mapping[str, Any]) -> None:
         """The first step after a failure is done."""

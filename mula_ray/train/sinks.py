@@ -235,6 +235,10 @@ class EventLog:
             **more,
         )
 
+    def damaged(self, generation: int, *, path: str, damage: str, file: str, tensor: str, detail: str) -> None:
+        """A checkpoint was passed over: what is wrong with which tensor in which file."""
+        self.add("damaged", generation, path=path, damage=damage, file=file, tensor=tensor, detail=detail)
+
     def checkpoint(
         self, generation: int, *, step: int, slot: str, bytes: int, seconds: float, stall_s: float, **more: Any
     ) -> None:

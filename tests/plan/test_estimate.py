@@ -32,7 +32,13 @@ LAYOUTS = [
     ["parallel.ep=2", NODE, "train.global_batch=8", "train.dtype=bf16"],
     ["parallel.ep=4", "cluster.tiles_per_node=4", "cluster.nodes=1", "train.global_batch=8", "parallel.recompute=moe"],
     ["parallel.ep=2", NODE, "optim.kind=zero1", "train.global_batch=8"],
-    ["parallel.tp=2", "cluster.nodes=1", "cluster.tiles_per_node=2", "train.global_batch=4", "parallel.recompute=attention"],
+    [
+        "parallel.tp=2",
+        "cluster.nodes=1",
+        "cluster.tiles_per_node=2",
+        "train.global_batch=4",
+        "parallel.recompute=attention",
+    ],
     ["parallel.pp=2", "cluster.nodes=2", "train.global_batch=8"],
 ]
 
