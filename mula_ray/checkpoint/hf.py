@@ -118,7 +118,8 @@ def import_hf(source: Path, root: Path, *, step: int = 0) -> tuple[Path, list[Da
     """
     config_path = source / "config.json"
     if not config_path.is_file():
-        raise UserError(f"{source} has no config.json; give the folder of a Hugging Face OLMoE or OLMo model")
+        missing = "has no config.json" if source.is_dir() else "is not a folder"
+        raise UserError(f"{source} {missing}; give the folder of a Hugging Face OLMoE or OLMo model")
     plain = json.loads(config_path.read_text(encoding="utf-8"))
     model = model_from_hf(plain)
     mapped = _map_folder(source)

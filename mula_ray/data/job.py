@@ -141,6 +141,8 @@ def plan_job(out: Path, settings: PrepareSettings) -> Iterator[Job]:
         UserError: no input, tokenizers that would be mixed, a working folder of other input, another process at work.
     """
     found = find_input(settings.sources, settings.rules)
+    if not found.files:
+        raise UserError(f"no input file can be read: {'; '.join(found.broken[:5])}")
     _refuse_mixing(found.files, settings)
     work = out / WORK
     _make_room(out, work, found)

@@ -38,7 +38,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     if tokenizer.get_vocab_size() != vocab_size:
         raise UserError(
             f"training the tokenizer gave {tokenizer.get_vocab_size()} ids instead of {vocab_size}: "
-            "the text is too short; ask for a smaller vocabulary (at least 257) or give more text"
+            "the input has too little text, or none; ask for a smaller vocabulary (at least 257) or give more text"
         )
     return tokenizer
 

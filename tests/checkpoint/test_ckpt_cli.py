@@ -71,5 +71,7 @@ def test_export_and_import(tmp_path: Path) -> None:
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a folder"):
         call("ls", tmp_path / "none")
+    with pytest.raises(UserError, match="is not a folder"):
+        call("import-hf", tmp_path / "run", tmp_path / "none")
     with pytest.raises(NoCheckpoint, match="holds no checkpoint"):
         call("verify", tmp_path)

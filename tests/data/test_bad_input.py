@@ -184,3 +184,15 @@ def test_a_full_disk_is_said(tmp_path: Path, tokenizer: Path, monkeypatch: pytes
     monkeypatch.setattr("mula_ray.data.prepare.write_block", full)
     with pytest.raises(CannotContinue, match="no space left"):
         make(tmp_path, tokenizer, tmp_path / "in.jsonl")
+
+
+def test_input_of_nothing_but_unreadable_files_says_what_each_lacks(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "in.parquet", {"body": ["a", "b"]})
+    with pytest.raises(UserError, match=r"in\.parquet: has the columns body, but neither text"):
+        prepare(tmp_path / "out", tmp_path / "in.parquet")
+
+
+def test_input_without_text_trains_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text(" \n")
+    with pytest.raises(UserError, match="too little text, or none"):
+        prepare(tmp_path / "out", tmp_path / "in.txt", train_vocab=300)
