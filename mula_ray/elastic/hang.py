@@ -3,12 +3,15 @@
 Node agents send a `Pulse` every 50 ms or so, one a node whatever its number of tiles. Ranks count *marks* in memory
 they share with their agent: one at every border between phases and micro-batches, by the thread that does the work.
 One stuck rank stops everybody within a step, so the sign of a hang is that *no* rank of the generation makes marks any
-more. How long that may last is learned from the gaps seen, in two ways:
+more. How long that may last is learned from the gaps seen, by three clocks (Linux: the first two numbers of
+`/proc/<pid>/task/*/schedstat`, read only when marks stand still):
 
-- **idle gaps**: the ranks' threads together neither ran nor were ready to run (less than a tenth of a core; Linux:
-  the first two numbers of `/proc/<pid>/task/*/schedstat`, read only when marks stand still). Processes that compete for
-  the cores with others are ready to run, hence not idle: load cannot make this gap long, so its deadline is short.
-- **any gap**: a rank that spins, or a backend that polls, is never idle. This deadline is longer.
+- **idle**: the ranks' threads together neither ran nor were ready to run (less than a tenth of a core). Processes that
+  compete for the cores with others are ready to run, hence not idle: load cannot make this gap long, so its deadline is
+  short.
+- **ran**: a rank that spins, or a backend that polls, is never idle, but its busiest thread uses up processor time,
+  which load does not make longer either.
+- **waited**: time itself, for what the two others do not see. The longest deadline, for load makes this gap long.
 
 A rank that the operating system reports as stopped (state T) explains a gap at once.
 
@@ -19,12 +22,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Activity = Literal["start", "step", "save", "eval"]
+Clock = Literal["idle", "ran", "waited"]
 
 _IDLE_FLOOR_S = 0.5
-_ANY_FLOOR_S = 2.0
+_RAN_FLOOR_S = 2.0
+_WAITED_FLOOR_S = 30.0
 _STOPPED_S = 0.15
 _COLD_GAPS = 10
 _COLD_S: dict[str, float] = {"start": 120.0, "step": 60.0, "save": 600.0, "eval": 120.0}
@@ -39,10 +44,11 @@ class Pulse:
 
     marks: progress marks of all its ranks, added up; only grows within a generation. step: lowest committed step among
     them. activity: of its least advanced rank; "start" until that rank has committed its first step of the generation.
-    behind: its least advanced ranks, empty if all are equal. idle_s: for how long its ranks have been idle; 0 while
-    they make marks. stopped: ranks the operating system reports as stopped. snapshot: last step whose snapshots of all
-    its ranks are written and acknowledged by the buddy; -1 none. work: (rank, seconds of its own work in this
-    generation, collectives of the step left out as far as they can be) of every rank; for `straggler.py`.
+    behind: its least advanced ranks, empty if all are equal. idle_s: for how long its ranks have been idle; ran_s: what
+    the busiest of their threads has run since the last mark; both 0 while they make marks. stopped: ranks the operating
+    system reports as stopped. snapshot: last step whose snapshots of all its ranks are written and acknowledged by the
+    buddy; -1 none. work: (rank, seconds of its own work in this generation, collectives of the step left out as far as
+    they can be) of every rank; for `straggler.py`.
     """
 
     node: str
@@ -55,6 +61,7 @@ class Pulse:
     stopped: tuple[int, ...] = ()
     snapshot: int = -1
     work: tuple[tuple[int, float], ...] = ()
+    ran_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,13 +99,12 @@ class HangDetector:
     """
 
     def __init__(self) -> None:
-        self._any: dict[str, Gaps] = {}
-        self._idle: dict[str, Gaps] = {}
+        self._gaps: dict[tuple[Clock, Activity], Gaps] = {}
         self._pulses: dict[str, Pulse] = {}
         self._generation = -1
         self._activity: Activity = "start"
         self._since = 0.0
-        self._idle_seen = 0.0
+        self._idle_seen = self._ran_seen = 0.0
         self._checked = 0.0
         self._patience = 1.0
         self._alarmed = True
@@ -108,7 +114,7 @@ class HangDetector:
         self._generation, self._activity = generation, "start"
         self._pulses = {}
         self._since = self._checked = now
-        self._idle_seen, self._alarmed = 0.0, False
+        self._idle_seen, self._ran_seen, self._alarmed = 0.0, 0.0, False
 
     def end(self) -> None:
         """The generation is being ended: no more alarms until `begin`."""
@@ -121,28 +127,30 @@ class HangDetector:
         last = self._pulses.get(pulse.node)
         self._pulses[pulse.node] = pulse
         self._idle_seen = max(self._idle_seen, min(pulse.idle_s, now - self._since))
+        self._ran_seen = max(self._ran_seen, pulse.ran_s)
         if last is not None and pulse.marks == last.marks:
             return
         if last is not None or pulse.marks:
             self._learn(now - self._since)
-            self._since, self._idle_seen = now, 0.0
+            self._since, self._idle_seen, self._ran_seen = now, 0.0, 0.0
         self._activity = pulse.activity
 
     def _learn(self, gap: float) -> None:
-        kind = self._activity
-        self._any.setdefault(kind, Gaps()).add(gap)
-        self._idle.setdefault(kind, Gaps()).add(self._idle_seen)
+        seen: dict[Clock, float] = {"idle": self._idle_seen, "ran": self._ran_seen, "waited": gap}
+        for clock, length in seen.items():
+            self._gaps.setdefault((clock, self._activity), Gaps()).add(length)
         if not self._alarmed:
             self._patience = max(1.0, self._patience * _DECAY)
 
-    def deadlines(self) -> tuple[float, float]:
-        """(idle gap, any gap) that is too long now, seconds."""
+    def deadlines(self) -> dict[Clock, float]:
+        """What is too long now by each clock, seconds."""
         kind = self._activity
         cold = _COLD_S[kind]
-        idle, gaps = self._idle.get(kind, Gaps()), self._any.get(kind, Gaps())
+        idle, ran, waited = (self._gaps.get((clock, kind), Gaps()) for clock in get_args(Clock))
         # A rank that sleeps twice as long as it works is slow, not stuck: the usual gap counts here too.
-        idle_s = max(idle.deadline(_IDLE_FLOOR_S, 4.0, cold), _SLOW * gaps.longest)
-        return self._patience * idle_s, self._patience * gaps.deadline(_ANY_FLOOR_S, 6.0, cold)
+        idle_s = max(idle.deadline(_IDLE_FLOOR_S, 4.0, cold), _SLOW * waited.longest)
+        ran_s, waited_s = ran.deadline(_RAN_FLOOR_S, 6.0, cold), waited.deadline(_WAITED_FLOOR_S, 6.0, cold)
+        return {clock: self._patience * s for clock, s in zip(get_args(Clock), (idle_s, ran_s, waited_s), strict=True)}
 
     def check(self, now: float) -> Hang | None:
         """The hang, once a generation; None when there is none (yet)."""
@@ -156,14 +164,19 @@ class HangDetector:
         stopped = tuple(r for p in self._pulses.values() for r in p.stopped)
         if stopped:
             return self._alarm(stopped, waited, "stopped by the operating system")
-        idle_limit, any_limit = self.deadlines()
-        if waited < min(idle_limit, any_limit):
+        limits, pulses = self.deadlines(), self._pulses.values()
+        if waited < min(limits.values()):
             return None
-        idle = min(min(p.idle_s for p in self._pulses.values()), waited)
-        if idle >= idle_limit:
-            return self._alarm(self._behind(), waited, f"idle for {idle:.2f} s, at most {idle_limit:.2f} s is usual")
-        if waited >= any_limit:
-            return self._alarm(self._behind(), waited, f"busy, but {any_limit:.2f} s is the most that is usual")
+        idle = min(min(p.idle_s for p in pulses), waited)
+        if idle >= limits["idle"]:
+            return self._alarm(
+                self._behind(), waited, f"idle for {idle:.2f} s, {limits['idle']:.2f} s is the most usual"
+            )
+        ran = max(p.ran_s for p in pulses)
+        if ran >= limits["ran"]:
+            return self._alarm(self._behind(), waited, f"ran for {ran:.2f} s, usual is {limits['ran']:.2f} s at most")
+        if waited >= limits["waited"]:
+            return self._alarm(self._behind(), waited, f"usual is {limits['waited']:.2f} s at most")
         return None
 
     def _behind(self) -> tuple[int, ...]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mula_ray.elastic.hang import Activity, Pulse
@@ -25,14 +26,12 @@ class PulseTaker:
         self._generation = -1
         self._base = 0
         self._marks = -1
-        self._ran_ns: int | None = None
-        self._ran_at = self._idle_since = 0.0
+        self._standing: _Standing | None = None
 
     def begin(self, generation: int, base_step: int, ranks: Mapping[int, tuple[Board, int]]) -> None:
         """Watch these ranks, which start from `base_step`."""
         self._ranks, self._generation, self._base = dict(ranks), generation, base_step
-        self._marks, self._ran_ns = -1, None
-        self._ran_at = self._idle_since = time.monotonic()
+        self._marks, self._standing = -1, None
 
     def end(self) -> None:
         """Nothing to watch."""
@@ -49,29 +48,39 @@ class PulseTaker:
         standing = marks == self._marks
         self._marks = marks
         stopped: tuple[int, ...] = ()
-        idle = 0.0
+        idle = ran = 0.0
         if standing:
+            pids = [pid for _, pid in self._ranks.values()]
             stopped = tuple(rank for rank, (_, pid) in self._ranks.items() if _state(pid) in "Tt")
-            idle = self._idle()
+            self._standing = self._standing or _Standing(pids)
+            idle, ran = self._standing.look(pids)
         else:
-            self._ran_ns = None
+            self._standing = None
         least = min(readings, key=lambda reading: (reading.committed, reading.beats))
         activity: Activity = "start" if committed <= self._base else _ACTIVITY.get(least.phase, "step")
         work = tuple((rank, board.words[WORK_NS] / 1e9) for rank, (board, _) in self._ranks.items())
-        return Pulse(self._node, self._generation, marks, committed, activity, behind, idle, stopped, snapshot, work)
+        facts = (marks, committed, activity, behind, idle, stopped, snapshot, work, ran)
+        return Pulse(self._node, self._generation, *facts)
 
-    def _idle(self) -> float:
-        """Seconds for which the ranks' threads together neither ran nor were ready to run."""
-        now, ran = time.monotonic(), sum(_scheduled_ns(pid) for _, pid in self._ranks.values())
-        if self._ran_ns is None:
-            self._ran_ns, self._ran_at, self._idle_since = ran, now, now
-            return 0.0
-        passed = now - self._ran_at
+
+class _Standing:
+    """What the ranks' threads do since their marks stand still."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._first = self._last = _scheduled(pids)
+        self._at = self._idle_since = time.monotonic()
+
+    def look(self, pids: Sequence[int]) -> tuple[float, float]:
+        """(seconds for which all threads together neither ran nor were ready to, seconds the busiest of them ran)."""
+        now, times = time.monotonic(), _scheduled(pids)
+        passed = now - self._at
         if passed > 0.04:
-            if (ran - self._ran_ns) / 1e9 > _IDLE_SHARE * passed:
+            busy = sum(sum(now_ns) - sum(self._last.get(thread, (0, 0))) for thread, now_ns in times.items())
+            if busy / 1e9 > _IDLE_SHARE * passed:
                 self._idle_since = now
-            self._ran_ns, self._ran_at = ran, now
-        return now - self._idle_since
+            self._last, self._at = times, now
+        ran = max((run - self._first.get(thread, (0, 0))[0] for thread, (run, _) in times.items()), default=0)
+        return now - self._idle_since, ran / 1e9
 
 
 def _behind(readings: list[Reading]) -> tuple[int, ...]:
@@ -85,13 +94,12 @@ def _state(pid: int) -> str:
     return fields[0] if fields else "X"
 
 
-def _scheduled_ns(pid: int) -> int:
-    """Time that the threads of a process ran or waited for a core (schedstat: run ns, wait ns)."""
-    total = 0
-    try:
-        for task in os.listdir(f"/proc/{pid}/task"):
-            run, wait, _ = Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()
-            total += int(run) + int(wait)
-    except (OSError, ValueError):
-        pass
-    return total
+def _scheduled(pids: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """(ns it ran, ns it waited for a core) of every thread of these processes."""
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(OSError, ValueError):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                run, wait, _ = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()
+                found[int(thread)] = (int(run), int(wait))
+    return found

@@ -15,7 +15,10 @@ from mula_ray.elastic.straggler import SlowRank, StragglerDetector, Windows, Wor
 
 
 class Run:
-    """Two nodes whose ranks make four marks a step; the driver looks every `poll` seconds."""
+    """Two nodes whose ranks make four marks a step; the driver looks every `poll` seconds.
+
+    `share`: of a core, that the busiest thread has while no mark is made.
+    """
 
     def __init__(self, seed: int = 0, poll: float = 0.05) -> None:
         self.detector = HangDetector()
@@ -23,6 +26,7 @@ class Run:
         self.now, self.poll, self.next_poll = 0.0, poll, poll
         self.marks, self.step = 0, 0
         self.idle_since: float | None = None
+        self.share = 0.0
         self.detector.begin(1, 0.0)
 
     def look(
@@ -35,7 +39,8 @@ class Run:
             for node in ("a", "b"):
                 mine = node == "b"
                 named = (behind, idle, stopped) if mine else ((), idle, ())
-                pulse = Pulse(node, 1, self.marks, self.step, activity, *named)
+                ran = self.share * max(0.0, now - self.now)
+                pulse = Pulse(node, 1, self.marks, self.step, activity, *named, ran_s=ran)
                 self.detector.pulse(pulse, now)
             hang = self.detector.check(now)
             self.next_poll += self.poll
@@ -77,13 +82,23 @@ def test_a_hang_inside_a_collective_is_seen_by_idleness() -> None:
     assert hang.ranks == (2,)
 
 
-def test_a_spinning_rank_is_seen_later_by_any_gap() -> None:
+@pytest.mark.parametrize(("share", "seconds"), [(1.0, 2.6), (0.5, 4.4), (0.25, 8.4)])
+def test_a_spinning_rank_is_seen_by_what_it_ran(share: float, seconds: float) -> None:
     run = Run()
     run.steps(30, 0.2)
-    found = run.look(run.now + 10)
+    run.share = share
+    found = run.look(run.now + 20)
     assert found is not None
-    assert found[1] - run.now < 2.6
-    assert "busy" in found[0].detail
+    assert found[1] - run.now < seconds
+    assert "ran for" in found[0].detail
+
+
+def test_ranks_that_get_no_core_are_given_time() -> None:
+    run = Run()
+    run.steps(30, 0.2)
+    run.share = 0.05
+    assert run.look(run.now + 25) is None
+    assert run.look(25 + run.now) is not None
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -142,10 +157,10 @@ def test_deadlines_stay_above_what_is_usual(gaps: list[float]) -> None:
     for i, gap in enumerate(gaps):
         now += gap
         detector.pulse(Pulse("a", 1, i + 1, 1), now)
-    idle, busy = detector.deadlines()
-    assert busy >= 2.0
-    assert busy >= 3 * gaps[-1]
-    assert idle >= 0.5
+    limits = detector.deadlines()
+    assert limits["waited"] >= max(2.0, 3 * gaps[-1])
+    assert limits["ran"] >= 2.0
+    assert limits["idle"] >= max(0.5, 2 * gaps[-1])
 
 
 def test_silent_agents_are_found_and_late_drivers_forgive() -> None:

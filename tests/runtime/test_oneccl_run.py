@@ -25,9 +25,9 @@ def test_a_killed_rank_recovers_over_oneccl(tmp_path: Path) -> None:
         assert ccl.wait() == 0, ccl.report()
     finally:
         cluster.end()
-    recoveries = ccl.events("recovery")  # a crowded machine may look like a hang to a run of so few steps
-    assert "SIGKILL" in recoveries[0]["reason"]
-    assert all(event["lost_steps"] == 0 for event in recoveries)
+    (recovery,) = ccl.events("recovery")
+    assert "SIGKILL" in recovery["reason"]
+    assert recovery["lost_steps"] == 0
     assert ccl.ledger_holds()
     got, want = ccl.losses(), gloo.losses()
     assert sorted(got) == list(range(1, 11))
