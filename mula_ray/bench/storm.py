@@ -2,7 +2,8 @@
 
 2 nodes x 2 tiles and two spares, EP 2 x DP 2, 32 MB of state; ten minutes of random faults (exponential gaps of mean
 10 s; half of them killed ranks), a fresh node 20 s after each that was lost or cordoned. The figure: committed steps x
-the fault-free median step / wall time, the fault-free step from a run of the same configuration just before.
+the fault-free median step / wall time, the fault-free step from a run of the same configuration just before. Every step
+that both runs made must have the same loss and gradient norm, bit for bit.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Restocker:
 
 @dataclass(frozen=True)
 class Stretch:
-    """A run for a while: committed steps, seconds, median step, and what happened in it."""
+    """A run for a while: committed steps, seconds, median step, what happened in it, what came out of every step."""
 
     steps: int
     wall_s: float
@@ -74,6 +75,7 @@ class Stretch:
     faults: int
     recoveries: int
     added: int
+    results: dict[int, tuple[float, float]]
 
 
 def storm(base: Path) -> list[Row]:
@@ -81,6 +83,10 @@ def storm(base: Path) -> list[Row]:
     calm = _stretch(base / "calm", CALM_S, ())
     kinds = "+".join(kind for kind, share in MIX.items() for _ in range(share))
     rough = _stretch(base / "storm", STORM_S, ("--inject", f"random@every={EVERY_S},seed=1,kinds={kinds}"))
+    common = calm.results.keys() & rough.results.keys()
+    differing = sorted(step for step in common if calm.results[step] != rough.results[step])
+    if differing or not common:
+        raise RuntimeError(f"the storm changed the results of steps {differing[:5]}, of {len(common)} in both runs")
     share = rough.steps * calm.step_s / rough.wall_s
     return [
         row("storm", "share_of_calm", share, "", "calm", share),
@@ -88,6 +94,7 @@ def storm(base: Path) -> list[Row]:
         row("storm", "recoveries", float(rough.recoveries), ""),
         row("storm", "calm_step_s", calm.step_s, "s"),
         row("storm", "nodes_added", float(rough.added), ""),
+        row("storm", "steps_compared", float(len(common)), ""),
     ]
 
 
@@ -110,7 +117,8 @@ def _stretch(folder: Path, seconds: float, more: Sequence[str]) -> Stretch:
         side.stop()
     own = statistics.median(line["step_s"] for line in side.steps() if line["step"] > first)
     kinds = Counter(line["event"] for line in events.read())
-    return Stretch(last - first, wall, own, kinds["injected"], kinds["recovery"], restocker.added)
+    results = {line["step"]: (line["loss"], line["grad_norm"]) for line in side.steps()}
+    return Stretch(last - first, wall, own, kinds["injected"], kinds["recovery"], restocker.added, results)
 
 
 def _last(side: Side) -> int:

@@ -393,8 +393,8 @@ class Conductor:
     def _strike(self, fault: Fault) -> None:
         """Play what a rank cannot play on itself."""
         self._fired.add(fault.serial)
+        if not strike(self.generation, fault):
+            return
         self._watcher.fault(fault)
         if fault.kind == "disk-full" and self.saves is not None:
             self.saves.fault = "disk-full"
-        if self.generation is not None:
-            strike(self.generation, fault)

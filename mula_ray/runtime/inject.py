@@ -22,6 +22,8 @@ Kind = Literal[
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 OF_NODES = ("kill-agent", "kill-node", "cut-node")
+BY_RANK = ("spin-rank", "slow-rank", "hang-collective", "nan-loss", "nan-grad", "flip-state")
+"""What only the rank itself can play, in a step of its own; the rest comes from outside when its time is now."""
 STORM: tuple[Kind, ...] = ("kill-rank", "freeze-rank", "hang-collective", "nan-loss", "kill-actor", "kill-node")
 
 

@@ -148,6 +148,11 @@ class RayNodes:
             raylet_socket_name=str(self._folder / "ray" / f"{name}.r"),
         )
 
+    def living(self) -> list[str]:
+        """Names of the nodes whose raylet runs."""
+        raylets = {name: node.all_processes.get("raylet", ()) for name, node in list(self.nodes.items())}
+        return sorted(name for name, infos in raylets.items() if all(i.process.poll() is None for i in infos))
+
     def kill(self, name: str) -> None:
         """The whole node at once: raylet and everything below it."""
         node = self.nodes.pop(name)
@@ -240,7 +245,7 @@ class Keeper:
         verb = request[0]
         try:
             if verb == "nodes":
-                return sorted(self._ray.nodes)
+                return self._ray.living()
             if verb == "add-node":
                 return self._ray.add()
             if verb == "kill-node":

@@ -164,7 +164,7 @@ class LocalCluster:
         return str(self._ask("add-node"))
 
     def nodes(self) -> list[str]:
-        """Names of the nodes."""
+        """Names of the nodes that run."""
         return list(self._ask("nodes"))
 
     def kill_node(self, name: str) -> None:

@@ -24,7 +24,7 @@ from mula_ray.data.batches import Share
 from mula_ray.data.ring import RingSpec
 from mula_ray.elastic.placement import Shape
 from mula_ray.runtime import wire
-from mula_ray.runtime.board import COPIED, INJECT, SAVE, STOP
+from mula_ray.runtime.board import COPIED, SAVE, STOP
 from mula_ray.runtime.forks import Child, Forks, ZygoteProcess
 from mula_ray.runtime.hub import Hub
 from mula_ray.runtime.inject import KINDS, Fault
@@ -258,12 +258,9 @@ class NodeAgent:
         """The ranks shall save after `step`."""
         self._flag(generation, SAVE, step)
 
-    def inject(self, generation: int, rank: int, fault: Fault) -> None:
-        """Rehearse a fault inside a rank, at its next step."""
-        seat = self._seat
-        if seat is not None and seat.generation == generation and rank in seat.ranks:
-            code = KINDS.index(fault.kind) + 1
-            self._tiles.boards[seat.ranks.index(rank)].words[INJECT] = code
+    def inject(self, tile: int, fault: Fault) -> None:
+        """Rehearse a fault inside the rank of a tile, at its next step; in a recovery, at the next rank's first."""
+        self._tiles.inject(tile, KINDS.index(fault.kind) + 1, lambda: self._fenced)
 
     def strike(self, what: str, tile: int) -> int:
         """Rehearse a fault from outside: kill-rank, freeze-rank, kill-actor, kill-agent; the pid that was hit."""

@@ -32,7 +32,7 @@ from mula_ray.parallel.backend import TCPStore, choose_backend, choose_device
 from mula_ray.parallel.executor import MicroBatch
 from mula_ray.parallel.groups import Groups
 from mula_ray.runtime import wire
-from mula_ray.runtime.board import COMMITTED, GENERATION, STOP, Board
+from mula_ray.runtime.board import COMMITTED, GENERATION, INJECT, STOP, Board
 from mula_ray.runtime.faults import RankFaults
 from mula_ray.runtime.messages import RankSpec
 from mula_ray.runtime.snapshots import RankSnapshots
@@ -85,6 +85,9 @@ class RankControl:
             self.profiler.phase(name, step)
         if name == "data":
             self._step = step
+            if self.faults is not None and (code := self._words[INJECT]):
+                self._words[INJECT] = 0
+                self.faults.now(code, step)
         if self.faults is not None:  # before the mark: a rank that does not get past it is seen to be behind
             self.faults.phase(name, self._step)
         self._board.enter(name, self._step)

@@ -14,11 +14,13 @@ from functools import partial
 from typing import Any
 
 from mula_ray.runtime import seam, wire
-from mula_ray.runtime.board import Board
+from mula_ray.runtime.board import GENERATION, INJECT, Board
 from mula_ray.runtime.lines import Line
 from mula_ray.runtime.messages import RankSpec
 from mula_ray.runtime.osproc import start_ticks
 from mula_ray.runtime.worker import TileWorker
+
+_STRIKE_S = 5.0
 
 
 class Tiles:
@@ -125,12 +127,25 @@ class Tiles:
             )
 
     def strike(self, what: str, tile: int) -> int:
-        """Rehearsals: hit the rank or the worker of a tile."""
+        """Rehearsals: hit the worker of a tile, or its rank; in a recovery, the next one as soon as it is there."""
         if what == "kill-actor":
             os.kill(self._pids[tile][0], signal.SIGKILL)
             return self._pids[tile][0]
         number = signal.SIGKILL if what == "kill-rank" else signal.SIGSTOP
-        return int(self._lines[tile].call("signal", int(number), bound_s=10.0))
+        end = time.monotonic() + _STRIKE_S
+        while not (pid := int(self._lines[tile].call("signal", int(number), bound_s=10.0))) and time.monotonic() < end:
+            time.sleep(0.005)
+        return pid
+
+    def inject(self, tile: int, code: int, fenced: Callable[[], int]) -> None:
+        """Rehearsals: put a fault on the board of a tile's rank; in a recovery, of the next one. `fenced`: till now."""
+        end = time.monotonic() + _STRIKE_S
+        while time.monotonic() < end:
+            words = self.boards[tile].words
+            if words[GENERATION] > fenced():
+                words[INJECT] = code
+                return
+            time.sleep(0.005)
 
     def end(self) -> None:
         """End all workers."""

@@ -123,12 +123,13 @@ class TileWorker:
         return 0
 
     def signal(self, number: int) -> int:
-        """Send a signal to the rank process (rehearsals)."""
+        """Send a signal to the rank process (rehearsals); its pid, 0 without one."""
         child = self._rank
-        if child is not None and not child.gone.is_set():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, number)
-        return child.pid if child else 0
+        if child is None or child.gone.is_set():
+            return 0
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, number)
+        return child.pid
 
     def _on_exit(self, child: Child) -> None:
         """The operating system says that a child ended."""

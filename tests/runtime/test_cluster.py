@@ -37,7 +37,7 @@ def test_failures_of_every_kind_do_not_show_and_runs_do_not_disturb_each_other(
 ) -> None:
     faults = (
         "kill-rank:1@step=4", "kill-actor:0@step=7", "freeze-rank:0@step=10", "nan-loss:1@step=13",
-        "kill-agent:1@step=16", "kill-rank:0@recovery=2",
+        "kill-agent:1@step=16", "kill-rank:0@recovery=2", "hang-collective:1@recovery=3",
     )  # fmt: skip
     broken = Run(tmp_path / "broken", cluster, "elastic.policy=wait", inject=faults)
     assert unbroken.wait() == 0, unbroken.report()
