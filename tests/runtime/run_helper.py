@@ -52,15 +52,19 @@ class Run:
         if cluster is not None:
             command += ["--address", cluster.wait_address(), "--i-mean-it"]
             environment |= auth_variables(cluster.token_file)
-        self.process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        self.out = ""
+        self._screen = folder.parent / f"{folder.name}.out"  # a pipe that nobody reads would stop a long run
+        with self._screen.open("ab") as screen:
+            self.process = subprocess.Popen(command, env=environment, stdout=screen, stderr=subprocess.STDOUT)
+
+    @property
+    def out(self) -> str:
+        """What it has printed."""
+        return self._screen.read_text(errors="replace")
 
     def wait(self, bound_s: float = 200.0) -> int:
         """Exit code."""
         try:
-            self.out, _ = self.process.communicate(timeout=bound_s)
+            self.process.wait(timeout=bound_s)
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"run {self.folder.name} did not end:\n{self.report()}") from None
@@ -70,7 +74,7 @@ class Run:
         """Send the driver a signal."""
         self.process.send_signal(number)
         if number == signal.SIGKILL:
-            self.out, _ = self.process.communicate()
+            self.process.wait()
 
     def until(self, step: int, bound_s: float = 120.0) -> None:
         """Wait for a step's line."""

@@ -14,10 +14,11 @@ from mula_ray.runtime.local import LocalCluster
 
 FAULTS = 1000
 MIX: dict[Kind, int] = {
-    "kill-rank": 6, "freeze-rank": 2, "spin-rank": 1, "hang-collective": 2, "nan-loss": 2, "nan-grad": 1,
-    "flip-state": 1, "slow-rank": 1, "kill-actor": 2, "kill-agent": 1, "kill-node": 2, "disk-full": 1,
-    "torn-checkpoint": 1,
+    "kill-rank": 12, "freeze-rank": 4, "spin-rank": 2, "hang-collective": 4, "nan-loss": 2, "nan-grad": 1,
+    "flip-state": 1, "slow-rank": 1, "kill-actor": 3, "kill-agent": 1, "kill-node": 1, "disk-full": 2,
+    "torn-checkpoint": 2,
 }  # fmt: skip
+NODES = 5
 EVERY_S = 2.0
 
 
@@ -25,9 +26,15 @@ EVERY_S = 2.0
 @pytest.mark.ray
 @pytest.mark.timeout(3 * 3600)
 def test_a_thousand_faults_leave_the_run_as_it_would_have_been(tmp_path: Path) -> None:
-    cluster = LocalCluster.start(4, 2, 100.0)
+    cluster = LocalCluster.start(NODES, 2, 100.0)
     kinds = "+".join(kind for kind, share in MIX.items() for _ in range(share))
-    sets = (*SHAPE, "cluster.spares=2", "elastic.policy=wait", "elastic.max_recoveries=50", "checkpoint.every=50")
+    sets = (
+        *SHAPE,
+        f"cluster.spares={NODES - 2}",
+        "elastic.policy=wait",
+        "elastic.max_recoveries=50",
+        "checkpoint.every=50",
+    )
     faults, starts = 0, 0
     try:
         cluster.wait_address()
