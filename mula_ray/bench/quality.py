@@ -1,7 +1,7 @@
 """Does MoE pay? A dense and a MoE model of equal active parameters on equal tokens: held-out loss side by side.
 
-    mula-ray bench quality                         three seeds, the steps of configs/mula-tiny.yaml
-    mula-ray bench quality --case long-seed0       a longer run (docs/moe_vs_dense.md)
+    mula-ray bench quality                         three seeds of 1,200 steps (docs/moe_vs_dense.md)
+    mula-ray bench quality --case short-seed0      the 360 steps of configs/mula-tiny.yaml, too few for a difference
 
 Both models of a case train at the same time, one core each, with the same seed: same samples in the same order, same
 held-out windows. Each leaves a run folder in runs/bench-quality/, so `mula-ray report` draws them side by side.
@@ -45,7 +45,7 @@ Curve = list[tuple[int, float]]
 
 
 def case_names() -> list[str]:
-    """All cases; without --case the short ones run."""
+    """All cases; without --case the long ones run."""
     return [f"{length}-seed{seed}" for length in STEPS for seed in range(SEEDS)]
 
 
@@ -160,13 +160,13 @@ def run(
     folder: Path = FOLDER,
     pair: Callable[[str, str], list[Curve]] | None = None,
 ) -> dict[str, Any]:
-    """Runs the cases (default: the short ones). `pair`: how a case's two models are trained (tests give their own).
+    """Runs the cases (default: the long ones). `pair`: how a case's two models are trained (tests give their own).
 
     Raises:
         UserError: no such case.
     """
     known = case_names()
-    names = chosen("quality", cases, known, [name for name in known if name.startswith("short")])
+    names = chosen("quality", cases, known, [name for name in known if name.startswith("long")])
     both = pair or (lambda case, where: run_ranks(_one, len(MODELS), case, where, timeout=7200.0))
     rows: list[dict[str, Any]] = []
     for case in names:

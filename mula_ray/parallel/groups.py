@@ -36,6 +36,10 @@ _BUILT: tuple[GroupKind, ...] = ("ddp", "edp", "dp", "ep", "tp", "pp")
 CONNECT_S = 5.0
 
 
+class NoGroups(CannotContinue):
+    """The ranks did not come together: one is missing, or died on the way. Under a driver, a failure like any other."""
+
+
 @dataclass(frozen=True)
 class Call:
     """One collective as an observer sees it. `numel` and `dtype` are those of the larger tensor."""
@@ -103,7 +107,7 @@ class Groups:
         whole_sums: see `Group`; None takes the faster way of the backend.
 
     Raises:
-        CannotContinue: some ranks did not come within the bound; they are named.
+        NoGroups: some ranks did not come within the bound; they are named.
     """
 
     def __init__(
@@ -154,7 +158,7 @@ class Groups:
             store = TCPStore(host, port, None, False, timedelta(seconds=connect_s), wait_for_workers=False)
         except (RuntimeError, dist.DistError) as error:
             where = f"{host}:{port} within {connect_s:.0f} s"
-            raise CannotContinue(f"rank {rank} cannot reach the store at {where}") from error
+            raise NoGroups(f"rank {rank} cannot reach the store at {where}") from error
         store.set_timeout(timedelta(seconds=timeout_s))
         return cls(topology, rank, store, timeout_s=timeout_s, prefix=prefix, **options)
 
@@ -228,7 +232,7 @@ class Groups:
             missing = self._missing()
             who = f"ranks {missing} did not come" if missing else "all ranks came, but could not connect"
             waited = time.monotonic() - started
-            raise CannotContinue(f"rank {self.rank}: no groups after {waited:.1f} s: {who} ({error})") from error
+            raise NoGroups(f"rank {self.rank}: no groups after {waited:.1f} s: {who} ({error})") from error
 
     @property
     def _timeout(self) -> timedelta:

@@ -30,7 +30,7 @@ from mula_ray.data.ring import RingSource
 from mula_ray.elastic.events import Tier
 from mula_ray.parallel.backend import TCPStore, choose_backend, choose_device
 from mula_ray.parallel.executor import MicroBatch
-from mula_ray.parallel.groups import Groups
+from mula_ray.parallel.groups import Groups, NoGroups
 from mula_ray.runtime import wire
 from mula_ray.runtime.board import COMMITTED, GENERATION, INJECT, STOP, Board
 from mula_ray.runtime.faults import RankFaults
@@ -134,7 +134,7 @@ def main(spec: RankSpec, _channel: socket.socket) -> int:
         reports.tell({"kind": "ended", "step": end.step, "asked": end.asked})
         code = 0
     except BaseException as error:
-        reports.tell(_explain(error))
+        reports.tell(explain(error))
         traceback.print_exc()
         code = 2
     os._exit(code)
@@ -252,15 +252,17 @@ class _Exchange:
         ]
 
 
-def _explain(error: BaseException) -> dict[str, Any]:
+def explain(error: BaseException) -> dict[str, Any]:
     """What the driver is told about an exception."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:500] if str(error) else type(error).__name__
     if isinstance(error, loop.StepFailed):
         return {"kind": "failed-step", "what": error.kind, "step": error.step, "detail": error.detail}
     if isinstance(error, DamagedCheckpoint | StoreFailure):
         return {"kind": "restore-failed", "why": text, "peer": ""}
-    if isinstance(error, MulaError):
+    if isinstance(error, MulaError) and not isinstance(error, NoGroups):
         return {"kind": "fatal", "code": type(error).exit_code, "message": str(error)}
-    peer = isinstance(error, dist.DistError | ConnectionError) or any(sign in str(error) for sign in _PEER_SIGNS)
+    peer = isinstance(error, NoGroups | dist.DistError | ConnectionError) or any(
+        sign in str(error) for sign in _PEER_SIGNS
+    )
     where = "".join(traceback.format_exception(error)[-3:])
     return {"kind": "error", "peer": peer, "detail": text, "where": where if not peer else ""}

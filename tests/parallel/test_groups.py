@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from dist_helper import RankFailed, run_ranks
 
-from mula_ray.config.errors import CannotContinue
 from mula_ray.parallel.collectives import (
     CollectiveError,
     all_gather,
@@ -26,7 +25,7 @@ from mula_ray.parallel.collectives import (
     split_rows,
     sum_out,
 )
-from mula_ray.parallel.groups import Call, Groups
+from mula_ray.parallel.groups import Call, Groups, NoGroups
 from mula_ray.parallel.observe import Recorder, Traffic, first_mismatch, wire_bytes
 from mula_ray.parallel.strict import NotInOneCCL
 from mula_ray.plan.topology import Topology
@@ -67,7 +66,7 @@ def lonely(rank: int, _world: int, port: int) -> tuple[str, float]:
     if rank == 2:
         return "", 0.0
     start = time.monotonic()
-    with pytest.raises(CannotContinue) as caught:
+    with pytest.raises(NoGroups) as caught:
         connect(Topology(dp=3), rank, port, timeout_s=1.5)
     return str(caught.value), time.monotonic() - start
 
@@ -79,7 +78,7 @@ def test_missing_ranks_are_named_within_the_bound() -> None:
 
 
 def test_a_store_that_does_not_listen_is_named() -> None:
-    with pytest.raises(CannotContinue, match=r"cannot reach the store at 127\.0\.0\.1:9 within 1 s"):
+    with pytest.raises(NoGroups, match=r"cannot reach the store at 127\.0\.0\.1:9 within 1 s"):
         Groups.connect(Topology(dp=2), 0, host="127.0.0.1", port=9, prefix="r/0", timeout_s=1.0)
 
 
@@ -173,7 +172,7 @@ def refused(rank: int, _world: int, port: int) -> list[str]:
     ]
     messages = []
     for call in calls:
-        with pytest.raises((NotInOneCCL, CannotContinue)) as caught:
+        with pytest.raises((NotInOneCCL, NoGroups)) as caught:
             call()
         messages.append(str(caught.value))
     all_reduce(torch.ones(1), group)  # nobody leaves while the other one still connects
