@@ -180,6 +180,7 @@ class _Job:
             self._environment(),
             lambda link: self._conductor.post("joined", link),
             lambda: self._conductor.post("roster"),
+            frozenset(self._folder.state.get("cordoned", ())),
         )
         with self._signal_handlers():
             roster.start()

@@ -24,7 +24,9 @@ RIVAL_S = 3.0
 class Roster:
     """`joined(link)` for every agent that is ready, `complete()` once after the first round.
 
-    At most `wanted` nodes (working and spare) are taken at a time; a node that is lost makes room for another.
+    At most `wanted` nodes (working and spare) are taken at a time; a node that is lost makes room for another. Nodes in
+    `shunned` (cordoned by an earlier driver) get no agent; one that is still there is taken for what it has in memory,
+    on top of the others.
     """
 
     def __init__(
@@ -35,9 +37,10 @@ class Roster:
         environment: dict[str, str],
         joined: Callable[[AgentLink], None],
         complete: Callable[[], None],
+        shunned: frozenset[str] = frozenset(),
     ) -> None:
         self._run, self._secret, self._wanted, self._environment = run, secret, wanted, environment
-        self._joined, self._complete = joined, complete
+        self._joined, self._complete, self._shunned = joined, complete, shunned
         self._held: dict[str, tuple[str, Any]] = {}
         self._barred: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -72,7 +75,7 @@ class Roster:
         first = True
         while not self._stop.is_set():
             try:
-                threads = self._round()
+                threads = self._round(first)
             except Exception as error:  # a node or name that is just going away: the next round sees it anew
                 log.warning("looking for nodes: %s: %s", type(error).__name__, error)
                 threads = []
@@ -84,7 +87,7 @@ class Roster:
             self._wake.wait(SCAN_S)
             self._wake.clear()
 
-    def _round(self) -> list[threading.Thread]:
+    def _round(self, first: bool) -> list[threading.Thread]:
         """Start an agent on every node that is wanted and free."""
         try:
             nodes, free = seam.tile_nodes(), seam.free_tiles()
@@ -96,14 +99,16 @@ class Roster:
             for node_id in [n for n in self._held if n not in nodes]:
                 del self._held[node_id]
             for node_id, (have, address, label) in self._in_order(nodes):
-                if len(self._held) >= self._wanted:
-                    break
+                name = label or node_id[:12]
+                full = sum(held not in self._shunned for held, _ in self._held.values()) >= self._wanted
                 if node_id in self._held or self._barred.get(node_id, 0.0) > time.monotonic():
                     continue
-                name = label or node_id[:12]
+                shunned = name in self._shunned
+                if (shunned and not first) or (full and not shunned):
+                    continue
                 handle = seam.find_actor(self._actor_name(node_id))
                 if handle is None:
-                    if have < tiles or free.get(node_id, 0) < tiles:
+                    if shunned or have < tiles or free.get(node_id, 0) < tiles:
                         continue
                     handle = self._make(node_id, name, address)
                 self._held[node_id] = (name, handle)
