@@ -234,7 +234,7 @@ class SnapshotBuffer:
         return memoryview(self._map(info.slot))[: _data_begin(info) + info.data_bytes]
 
     def copy_in(self, data: memoryview | bytes) -> SlotInfo:
-        """Put the bytes of a `copy_out` elsewhere into a free slot here.
+        """Put the bytes of a `copy_out` elsewhere into a free slot here; from now on the newest one of this buffer.
 
         Raises:
             StoreFailure: kind `busy` when every slot is pinned.
@@ -242,14 +242,16 @@ class SnapshotBuffer:
         slot = self.free_slot()
         if slot is None:
             raise StoreFailure("busy", self.paths[0], "all snapshot slots are being read")
+        serial = 1 + max(info.serial for info in self.infos())
         self._put(SlotInfo(slot, WRITING, False, 0, 0, 0, 0, 0, 0, 0))
         self._grow(slot, len(data))
         memory = memoryview(self._map(slot))
         memory[_PAGE : len(data)] = data[_PAGE:]  # the header last: it makes the slot valid
         memory[:_PAGE] = data[:_PAGE]
+        # Serials count what was written here: another node's counter may be ahead of this one's, or behind it.
         info = self.info(slot)
-        if info.pinned:
-            self._put(dataclasses.replace(info, pinned=False))
+        if info.state != EMPTY:
+            self._put(dataclasses.replace(info, pinned=False, serial=serial))
         return self.info(slot)
 
     def _read_table(self, info: SlotInfo) -> dict[str, Any]:

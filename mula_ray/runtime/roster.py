@@ -24,9 +24,9 @@ RIVAL_S = 3.0
 class Roster:
     """`joined(link)` for every agent that is ready, `complete()` once after the first round.
 
-    At most `wanted` nodes (working and spare) are taken at a time; a node that is lost makes room for another. Nodes in
-    `shunned` (cordoned by an earlier driver) get no agent; one that is still there is taken for what it has in memory,
-    on top of the others.
+    At most `wanted` nodes (working and spare) are taken at a time; a node that is lost makes room for another. Agents
+    of an earlier driver come first, all of them: they have the state in memory. Nodes in `shunned` (cordoned by an
+    earlier driver) get no new agent, and one that is still there keeps nobody out.
     """
 
     def __init__(
@@ -98,20 +98,24 @@ class Roster:
         with self._lock:
             for node_id in [n for n in self._held if n not in nodes]:
                 del self._held[node_id]
-            for node_id, (have, address, label) in self._in_order(nodes):
+            taken = sum(name not in self._shunned for name, _ in self._held.values())
+            order = self._in_order(nodes)
+            there = {node_id: seam.find_actor(self._actor_name(node_id)) for node_id, _ in order} if first else {}
+            for node_id, (have, address, label) in sorted(order, key=lambda item: there.get(item[0]) is None):
                 name = label or node_id[:12]
-                full = sum(held not in self._shunned for held, _ in self._held.values()) >= self._wanted
                 if node_id in self._held or self._barred.get(node_id, 0.0) > time.monotonic():
                     continue
-                shunned = name in self._shunned
-                if (shunned and not first) or (full and not shunned):
-                    continue
-                handle = seam.find_actor(self._actor_name(node_id))
+                handle = there.get(node_id)
                 if handle is None:
-                    if shunned or have < tiles or free.get(node_id, 0) < tiles:
+                    if name in self._shunned or taken >= self._wanted:
+                        continue
+                    handle = None if first else seam.find_actor(self._actor_name(node_id))
+                if handle is None:
+                    if have < tiles or free.get(node_id, 0) < tiles:
                         continue
                     handle = self._make(node_id, name, address)
                 self._held[node_id] = (name, handle)
+                taken += name not in self._shunned
                 thread = threading.Thread(target=self._greet, args=(node_id, name, handle), daemon=True)
                 thread.start()
                 threads.append(thread)

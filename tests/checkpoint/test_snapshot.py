@@ -120,6 +120,23 @@ def test_a_buddy_s_copy_is_as_good(memory: SnapshotMemory) -> None:
     other.close()
 
 
+def test_copies_take_turns_also_when_another_node_goes_on(memory: SnapshotMemory) -> None:
+    """A replaced node counts from 1 again: its copies must not take each other's only place."""
+    buddy = SnapshotBuffer(memory.paths)
+    for first, generation in ((0, 1), (10, 2), (20, 3)):
+        source_memory = SnapshotMemory(2, "source")
+        source = SnapshotBuffer(source_memory.paths)
+        for step in range(first, first + 9 - 3 * generation):
+            newest = buddy.infos()
+            buddy.copy_in(bytes(source.copy_out(source.write(step, generation, state(0, step), {}, seal=True))))
+            kept = max((info for info in newest if info.complete), key=lambda info: info.step, default=None)
+            assert buddy.find(step, generation) is not None
+            assert kept is None or buddy.unchanged(kept), "the copy before this one is still there"
+        source.close()
+        source_memory.close()
+    buddy.close()
+
+
 def test_a_rank_killed_while_it_writes_leaves_the_snapshot_before(memory: SnapshotMemory) -> None:
     code = f"""
 import numpy as np, itertools

@@ -1,4 +1,4 @@
-"""Which nodes get an agent: as many as are wanted, and none that an earlier driver has cordoned."""
+"""Which nodes get an agent: as many as are wanted, those with an earlier driver's first, none that it cordoned."""
 
 from __future__ import annotations
 
@@ -48,3 +48,9 @@ def test_cordoned_nodes_are_left_alone(tmp_path: Path, monkeypatch: pytest.Monke
 def test_an_agent_on_a_cordoned_node_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = rounds(tmp_path, monkeypatch, {"n0"}, shunned=frozenset(("n0", "n1", "n2")))
     assert first == second == {"n0", "n3", "n4"}
+
+
+def test_agents_of_an_earlier_driver_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for there in ({"n1", "n3"}, {"n0", "n4"}, {"n1", "n2", "n4"}):
+        first, second = rounds(tmp_path, monkeypatch, there)
+        assert first == second == there
