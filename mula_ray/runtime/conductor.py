@@ -79,6 +79,7 @@ class Conductor:
             "saved": self._saved,
             "poll": self._poll,
             "strike": self._strike,
+            "played": watcher.fault,
             "trouble": self._flush_trouble,
         }
 
@@ -393,8 +394,6 @@ class Conductor:
     def _strike(self, fault: Fault) -> None:
         """Play what a rank cannot play on itself."""
         self._fired.add(fault.serial)
-        if not strike(self.generation, fault):
-            return
-        self._watcher.fault(fault)
         if fault.kind == "disk-full" and self.saves is not None:
             self.saves.fault = "disk-full"
+        strike(self.generation, fault, lambda: self.post("played", fault))

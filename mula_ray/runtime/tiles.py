@@ -20,7 +20,7 @@ from mula_ray.runtime.messages import RankSpec
 from mula_ray.runtime.osproc import start_ticks
 from mula_ray.runtime.worker import TileWorker
 
-_STRIKE_S = 5.0
+_STRIKE_S = 20.0
 
 
 class Tiles:
@@ -133,9 +133,12 @@ class Tiles:
             return self._pids[tile][0]
         number = signal.SIGKILL if what == "kill-rank" else signal.SIGSTOP
         end = time.monotonic() + _STRIKE_S
-        while not (pid := int(self._lines[tile].call("signal", int(number), bound_s=10.0))) and time.monotonic() < end:
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError, EOFError):  # the worker is just being replaced
+                if pid := int(self._lines[tile].call("signal", int(number), bound_s=10.0)):
+                    return pid
             time.sleep(0.005)
-        return pid
+        return 0
 
     def inject(self, tile: int, code: int, fenced: Callable[[], int]) -> None:
         """Rehearsals: put a fault on the board of a tile's rank; in a recovery, of the next one. `fenced`: till now."""
