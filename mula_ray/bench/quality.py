@@ -37,8 +37,9 @@ MODELS = ("mula-tiny", "mula-tiny-dense")
 STEPS = {"short": 360, "long": 1200}
 RECIPE = ("optim.lr=3e-3", "optim.min_lr=3e-4", "train.global_batch=16", "train.micro_batch=8", "data.context=128")
 # The k routing weights of a fresh router add up to about k / E: experts would start at an eighth of a dense layer's
-# size, which a short run is long in making up for. Renormalised to 1 they start alike.
-MOE_SETS = ("model.router.norm_topk_prob=true",)
+# size, which a short run is long in making up for. Renormalised to 1 they start alike. The load-balancing loss is per
+# sequence, here of only 128 tokens for 16 experts: the usual weight of 0.01 keeps them from becoming different.
+MOE_SETS = ("model.router.norm_topk_prob=true", "model.router.balance_coef=0.003")
 SEEDS = 3
 FOLDER = Path("runs") / "bench-quality"
 Curve = list[tuple[int, float]]

@@ -21,7 +21,8 @@ def test_the_pair_differs_in_nothing_but_the_experts() -> None:
     assert other == dense, "same data, batch, recipe and steps"
     changed = {name for name in type(moe.model).model_fields if getattr(moe.model, name) != getattr(dense.model, name)}
     assert changed == {"ffn", "moe", "router"}
-    assert moe.model.router.model_copy(update={"norm_topk_prob": False}) == dense.model.router
+    as_dense = {"norm_topk_prob": False, "balance_coef": dense.model.router.balance_coef}
+    assert moe.model.router.model_copy(update=as_dense) == dense.model.router
 
 
 def test_what_is_made_of_the_curves() -> None:
