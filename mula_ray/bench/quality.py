@@ -1,7 +1,7 @@
 """Does MoE pay? A dense and a MoE model of equal active parameters on equal tokens: held-out loss side by side.
 
     mula-ray bench quality                         three seeds of 1,200 steps (docs/moe_vs_dense.md)
-    mula-ray bench quality --case short-seed0      the 360 steps of configs/mula-tiny.yaml, too few for a difference
+    mula-ray bench quality --case short-seed0      the 360 steps of configs/mula-tiny.yaml
 
 Both models of a case train at the same time, one core each, with the same seed: same samples in the same order, same
 held-out windows. Each leaves a run folder in runs/bench-quality/, so `mula-ray report` draws them side by side.

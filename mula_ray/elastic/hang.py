@@ -1,6 +1,6 @@
 """No progress, and silence: deadlines learned from what the run itself takes. No number for the user to set.
 
-Node agents send a `Pulse` every 50 ms or so, one a node whatever its number of tiles. Ranks count *marks* in memory
+Node agents send a `Pulse` five times a second, one a node whatever its number of tiles. Ranks count *marks* in memory
 they share with their agent: one at every border between phases and micro-batches, by the thread that does the work.
 One stuck rank stops everybody within a step, so the sign of a hang is that *no* rank of the generation makes marks any
 more. How long that may last is learned from the gaps seen, by three clocks (Linux: the first two numbers of
@@ -169,9 +169,7 @@ class HangDetector:
             return None
         idle = min(min(p.idle_s for p in pulses), waited)
         if idle >= limits["idle"]:
-            return self._alarm(
-                self._behind(), waited, f"idle for {idle:.2f} s, {limits['idle']:.2f} s is the most usual"
-            )
+            return self._alarm(self._behind(), waited, f"idle {idle:.2f} s, usual is {limits['idle']:.2f} s at most")
         ran = max(p.ran_s for p in pulses)
         if ran >= limits["ran"]:
             return self._alarm(self._behind(), waited, f"ran for {ran:.2f} s, usual is {limits['ran']:.2f} s at most")

@@ -261,8 +261,7 @@ def explain(error: BaseException) -> dict[str, Any]:
         return {"kind": "restore-failed", "why": text, "peer": ""}
     if isinstance(error, MulaError) and not isinstance(error, NoGroups):
         return {"kind": "fatal", "code": type(error).exit_code, "message": str(error)}
-    peer = isinstance(error, NoGroups | dist.DistError | ConnectionError) or any(
-        sign in str(error) for sign in _PEER_SIGNS
-    )
+    lost = isinstance(error, NoGroups | dist.DistError | ConnectionError)
+    peer = lost or any(sign in str(error) for sign in _PEER_SIGNS)
     where = "".join(traceback.format_exception(error)[-3:])
     return {"kind": "error", "peer": peer, "detail": text, "where": where if not peer else ""}
