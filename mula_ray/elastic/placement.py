@@ -8,10 +8,11 @@ generation means giving a node to every seat; everything else follows from the s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, filterfalse
+from itertools import filterfalse
 from operator import attrgetter
 
 from mula_ray.config.errors import UserError
@@ -108,6 +109,11 @@ class Placement:
         """The layout of this generation."""
         return Topology(dp=self.dp, ep=self.shape.ep, tp=self.shape.tp, pp=self.shape.pp)
 
+    @cached_property
+    def nodes(self) -> frozenset[str]:
+        """The nodes that have a seat."""
+        return frozenset(self.seats)
+
     @property
     def world(self) -> int:
         """Number of ranks."""
@@ -189,11 +195,12 @@ def buddies(seats: Sequence[str], nodes: Mapping[str, Node], idle: Sequence[str]
     if count == 1:
         apart = [n for n in idle if n in nodes and nodes[n].domain != domains[0]]
         return (next(iter(apart or idle), None),)
-    groups: dict[str, list[int]] = {}
-    for seat, domain in enumerate(domains):
-        groups.setdefault(domain, []).append(seat)
-    largest = max(map(len, groups.values()), default=1)
-    order = list(chain.from_iterable(map(groups.__getitem__, sorted(groups)))) if largest > 1 else list(range(count))
+    largest = max(Counter(domains).values(), default=1)
+    order = list(range(count))
+    if largest > 1:
+        order.sort(key=domains.__getitem__)
     shift = min(largest, max(1, count // 2))
-    keeper = dict(zip(order, order[shift:] + order[:shift], strict=True))
-    return tuple(map(seats.__getitem__, map(keeper.__getitem__, range(count))))
+    keeper = list(seats)
+    for seat, other in zip(order, order[shift:] + order[:shift], strict=True):
+        keeper[seat] = seats[other]
+    return tuple(keeper)

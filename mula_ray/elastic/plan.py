@@ -51,7 +51,7 @@ def launch(state: State, found: Usable | None, now: float, why: str) -> Decision
     placement, state = _seat(state, dp)
     new: frozenset[str] = frozenset()
     if previous is not None and placement is not previous:
-        new = _newcomers(previous.seats, placement.seats)
+        new = _newcomers(previous, placement)
     restore = choose(state, found, placement)
     if restore is None:
         return finish(state, 40, f"{why}; no valid checkpoint is left to restore from")
@@ -98,8 +98,10 @@ def _seat(state: State, dp: int) -> tuple[Placement, State]:
         avoid = frozenset(sorted(avoid, key=lambda n: (-state.strikes.get(n, 0), n))[:excess])
     if last is not None and last.dp == dp and not avoid and not state.trial and not state.holed:
         return last, state
-    taken = set(previous)
-    free = list(filterfalse((taken | avoid).__contains__, nodes))
+    taken = last.nodes if last is not None else frozenset()
+    free = list(filterfalse(taken.__contains__, nodes))
+    if avoid:
+        free = [n for n in free if n not in avoid]
     if state.trial is not None and avoid and state.strikes:
         # Another suspect proves nothing: better change places with a node that works.
         free = [n for n in free if not state.strikes.get(n)]
@@ -177,7 +179,9 @@ def _holders(state: State, copy: MemoryCopy) -> tuple[str, ...] | None:
     if not state.holed and not state.bad and state.placement is not None and copy.holders is state.placement.seats:
         return copy.holders
     broken = {node for tier, step, node in state.bad if tier == name and step == copy.step}
-    lost = [*filterfalse(nodes.__contains__, copy.holders), *(n for n in copy.holders if n in broken and n in nodes)]
+    lost = list(filterfalse(nodes.__contains__, copy.holders))
+    if broken:
+        lost += [n for n in copy.holders if n in broken and n in nodes]
     gone = sorted(map(copy.holders.index, lost))
     if not gone:
         return copy.holders
@@ -191,10 +195,10 @@ def _holders(state: State, copy: MemoryCopy) -> tuple[str, ...] | None:
     return tuple(holders)
 
 
-def _newcomers(old: tuple[str, ...], new: tuple[str, ...]) -> frozenset[str]:
+def _newcomers(old: Placement, new: Placement) -> frozenset[str]:
     """Nodes of `new` that had no seat in `old`; cheap when most seats did not change."""
-    changed = compress(new, map(is_not, old, new))
-    return frozenset(node for node in (*changed, *new[len(old) :]) if node not in old)
+    changed = compress(new.seats, map(is_not, old.seats, new.seats))
+    return frozenset((*changed, *new.seats[len(old.seats) :])) - old.nodes
 
 
 def _words(

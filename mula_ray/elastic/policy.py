@@ -7,6 +7,7 @@ event moves the policy from which phase to which. `now` is any monotonic clock i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import filterfalse
 from types import MappingProxyType
 from typing import Any
 
@@ -145,7 +146,7 @@ def _in_use(state: State, event: ev.WorkerLost) -> bool:
     """Whether the lost worker's tile had a rank."""
     assert state.placement is not None
     seats = state.placement.seats
-    return event.node in seats and event.tile < len(state.placement.ranks(seats.index(event.node)))
+    return event.node in state.placement.nodes and event.tile < len(state.placement.ranks(seats.index(event.node)))
 
 
 def _fail(state: State, failure: Failure, now: float) -> Decision:
@@ -292,9 +293,9 @@ def _straggler(state: State, event: ev.Straggler, now: float) -> Decision:
         return _stale(state, event)
     node = state.placement.locate(event.rank)[0]
     slow = f"rank {event.rank} on {node} is {event.factor:.2f} times slower than its peers"
-    seated = set(state.placement.seats)
     strikes = state.strikes.get(node, 0)
-    if not any(n not in seated and state.strikes.get(n, 0) <= strikes for n in state.nodes):
+    spares = filterfalse(state.placement.nodes.__contains__, state.nodes)
+    if all(state.strikes.get(spare, 0) > strikes for spare in spares):
         return state, (), f"{slow}; no spare could take over"
     state = but(strike(state, frozenset({node}), 1), avoid=frozenset({node}))
     return _ask_stop(state, "memory", slow, now, f"{slow}: a spare takes over at a step boundary")

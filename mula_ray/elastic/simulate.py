@@ -74,8 +74,6 @@ class _Simulation:
         self.waiting = False
         self.memory: list[_Snapshot] = []
         self.placement: Placement | None = None
-        self.seated_of: Placement | None = None
-        self.seated: frozenset[str] = frozenset()
         self.left: set[str] = set()
         self.departures = 0
         self.saved = 0
@@ -169,9 +167,8 @@ class _Simulation:
 
     def _begin(self, start: cmd.StartGeneration) -> None:
         assert self.start is None, "one generation at a time"
-        seats = start.placement.seats
         if start.placement is not self.placement:
-            assert all(map(self.state.nodes.__contains__, seats)), "cordoned and lost nodes are never placed"
+            assert start.placement.nodes <= self.state.nodes.keys(), "cordoned and lost nodes are never placed"
         self.placement = start.placement
         self.start, self.at = start, start.restore.step
         self.out.generations += 1
@@ -352,11 +349,7 @@ class _Simulation:
                 self._train(self._halt())
 
     def _seated(self, node: str) -> bool:
-        if self.start is None:
-            return False
-        if self.seated_of is not self.start.placement:
-            self.seated_of, self.seated = self.start.placement, frozenset(self.start.placement.seats)
-        return node in self.seated
+        return self.start is not None and node in self.start.placement.nodes
 
     def _notice(self, kind: FaultKind, node: str, after: float = 0.0) -> None:
         """Schedule the event of a fault that hits `node` now (numbers go wrong `after` seconds from now)."""

@@ -210,7 +210,7 @@ class State:
 
     def placed(self, node: str) -> bool:
         """Whether `node` has a seat in the last placement."""
-        return self.placement is not None and node in self.placement.seats
+        return self.placement is not None and node in self.placement.nodes
 
     @property
     def capacity(self) -> int:
