@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,7 +34,7 @@ from mula_ray.plan.layout import param_specs
 from mula_ray.plan.overlap import Array, Overlap, copy_overlap, coverage_problems, overlaps
 from mula_ray.plan.pieces import Piece
 
-_THREADS = 4
+_MAX_THREADS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,12 @@ class CheckpointReader(ReshardingReader[DiskPiece]):
     """
 
     def __init__(
-        self, path: Path, fs: FileSystem | None = None, *, optimizer_lost: bool = False, threads: int = _THREADS
+        self,
+        path: Path,
+        fs: FileSystem | None = None,
+        *,
+        optimizer_lost: bool = False,
+        threads: int | None = None,
     ) -> None:
         self.path = Path(path)
         self.fs: FileSystem = fs or RealFileSystem()
@@ -86,7 +92,7 @@ class CheckpointReader(ReshardingReader[DiskPiece]):
         self._handles: dict[str, int] = {}
         self._lock = threading.Lock()
         self._scratch = threading.local()
-        self._pool = ThreadPoolExecutor(threads, "ckpt-read")
+        self._pool = ThreadPoolExecutor(threads or _reading_threads(), "ckpt-read")
         damages = self._check_files() or self._check_coverage()
         if damages:
             self.close()
@@ -288,6 +294,12 @@ def read_prefix(path: Path, count: int, fs: FileSystem) -> bytes:
         return bytes(out[: fs.read(handle, 0, memoryview(out))]) if count else b""
     finally:
         fs.close(handle)
+
+
+def _reading_threads() -> int:
+    """One a core of this process, at most four: checksums keep a core busy, and more streams than cores only undo the
+    kernel's reading ahead (4 threads on 2 cores read cold files at half the speed of 2)."""
+    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 def total_elements(manifest: Manifest) -> int:
