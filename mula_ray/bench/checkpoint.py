@@ -7,7 +7,8 @@
 - `load-cold`: reading with every block checked against `read` of the same bytes, both from the device (the files are
   dropped from the page cache); warm loading and verification beside it.
 
-In a process as a rank is one (`config/environment.py`). Sides alternate; a figure is the median over the repetitions.
+In a process as a rank is one (`config/environment.py`). Sides alternate; a figure is the median over the repetitions
+(twice as many for reading, which varies most).
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ def _load(folder: Path, items: Items, repeats: int) -> list[Row]:
     warm_read: list[float] = []
     warm_load: list[float] = []
     verified: list[float] = []
-    for _ in range(repeats):
+    for _ in range(2 * repeats):
         for times, action, dropped in (
             (cold_read, read, True), (cold_load, load, True), (warm_read, read, False), (warm_load, load, False),
             (verified, verify, False),

@@ -28,7 +28,7 @@ from mula_ray.parallel.recompute import saved_bytes
 from mula_ray.plan.topology import Topology
 from mula_ray.train.engine import Engine, MicroBatch
 
-REPEATS = 3
+REPEATS = 5
 SIDES = {"ours": ("auto", "epso"), "classic+zero1": ("classic", "zero1")}
 TOKENS, CONTEXT = 2048, 512
 RECOMPUTE = ("none", "norms", "attention", "moe", "norms+attention+moe")
@@ -36,7 +36,7 @@ RECOMPUTE = ("none", "norms", "attention", "moe", "norms+attention+moe")
 
 def ep4_rows() -> list[Row]:
     """Rows of the case."""
-    ranks = run_ranks(_compare, 4, timeout=400.0)
+    ranks = run_ranks(_compare, 4, timeout=400.0, allocator=True)
     rows = []
     for what, metric in (("seconds", "step"), ("cpu", "step_cpu")):
         ours, theirs = (
