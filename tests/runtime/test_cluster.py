@@ -49,7 +49,8 @@ def test_failures_of_every_kind_do_not_show_and_runs_do_not_disturb_each_other(
     # Each of the five faults at a step ends a generation. A generation struck before its first step has been
     # reported has no recovery of its own: it is part of the recovery that the next one completes.
     generations = [start["generation"] for start in broken.events("generation_start")]
-    assert len(generations) > 5 and generations == list(range(len(generations)))
+    assert len(generations) > 5
+    assert generations == list(range(len(generations)))
     assert broken.events("recovery")[-1]["generation"] == generations[-1]
     assert all(event["lost_steps"] == 0 for event in broken.events("recovery"))
     assert not unbroken.events("failure")
