@@ -107,7 +107,7 @@ def _cut(text: str, begin: int, end: int) -> int:
 class Encoder:
     """Texts to token ids, a bounded amount of text at a time."""
 
-    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype[Any], *, batch_chars: int = 8 * PIECE_CHARS) -> None:
+    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype[Any], *, batch_chars: int = 4 * PIECE_CHARS) -> None:
         self._tokenizer = tokenizer
         self._dtype = dtype
         self._batch_chars = batch_chars
