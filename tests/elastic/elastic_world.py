@@ -9,7 +9,7 @@ from __future__ import annotations
 from mula_ray.elastic import commands as cmd
 from mula_ray.elastic import events as ev
 from mula_ray.elastic.memory import Holding, usable_memory
-from mula_ray.elastic.placement import Placement
+from mula_ray.elastic.placement import Placement, Shape
 from mula_ray.elastic.policy import decide
 from mula_ray.elastic.state import Decision, Phase, PolicyConfig, State, initial
 
@@ -211,3 +211,16 @@ class World:
     @property
     def running(self) -> bool:
         return self.state.phase is Phase.RUNNING
+
+
+def world(nodes: int, *, dp: int = 2, ep: int = 2, tiles: int = 2, **rules: object) -> World:
+    """`dp` replicas of `ep` ranks on nodes of `tiles` tiles; booted and running."""
+    made = World(PolicyConfig(Shape(ep=ep, tp=1, pp=1, tiles_per_node=tiles), dp=dp, **rules))  # type: ignore[arg-type]
+    made.boot(nodes)
+    made.settle()
+    return made
+
+
+def died(w: World, rank: int, cause: ev.Cause = ev.Cause.SIGNAL, detail: str = "signal 9") -> None:
+    """`rank` of the present generation dies."""
+    w.send(ev.RankDied(w.state.generation, rank, cause, detail))
