@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,6 @@ class Encoder:
     def _flush(self, batch: list[str], owners: list[int], out: list[list[NDArray[Any]]]) -> None:
         encodings = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
         for owner, encoding in zip(owners, encodings, strict=True):
-            out[owner].append(np.array(encoding.ids, dtype=self._dtype))
+            out[owner].append(np.array(array("I", encoding.ids), dtype=self._dtype))  # twice as fast as from a list
         batch.clear()
         owners.clear()
