@@ -65,7 +65,7 @@ def rank_memory(rank: RankShape, *, recompute: bool = True) -> Memory:
         masters=shard * 4,
         exp_avg=shard * 4,
         exp_avg_sq=shard * 4,
-        reduction=_reduction(rank, flat, shard),
+        reduction=_reduction(rank, shard),
         activations=_activations(rank, recompute),
         workspace=_workspace(rank),
         process=PROCESS_BYTES if on_cpu(rank) else 0,
@@ -88,12 +88,15 @@ def _largest_dense(rank: RankShape) -> int:
     return max(param.numel for param in rank.params if param.spec.family == "dense") * rank.item
 
 
-def _reduction(rank: RankShape, flat: int, shard: int) -> int:
-    """fp32 shards of the summed gradients, and fp32 copies of buckets on the wire where gradients are not fp32."""
+def _reduction(rank: RankShape, shard: int) -> int:
+    """fp32 shards of the summed gradients, and fp32 copies of buckets on the wire where gradients are not fp32.
+
+    A family without replicas (experts when edp is 1) travels nowhere.
+    """
     if rank.item == ITEM[rank.config.optim.reduce_dtype]:
         return 0 if rank.item == 4 else shard * 4
-    alone = all(rank.replicas(family) == 1 for family in rank.plans)
-    return shard * 4 + (0 if alone else flat * ITEM[rank.config.optim.reduce_dtype])
+    travelling = sum(plan.numel for family, plan in rank.plans.items() if rank.replicas(family) > 1)
+    return shard * 4 + travelling * ITEM[rank.config.optim.reduce_dtype]
 
 
 def _activations(rank: RankShape, recompute: bool) -> int:
