@@ -50,6 +50,7 @@ def test_failures_of_every_kind_do_not_show_and_runs_do_not_disturb_each_other(
     # reported has no recovery of its own: it is part of the recovery that the next one completes.
     generations = [start["generation"] for start in broken.events("generation_start")]
     assert len(generations) > 5
+    assert len(broken.events("failure")) >= 5
     assert generations == list(range(len(generations)))
     assert broken.events("recovery")[-1]["generation"] == generations[-1]
     assert all(event["lost_steps"] == 0 for event in broken.events("recovery"))
