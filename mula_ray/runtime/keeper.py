@@ -15,21 +15,60 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from mula_ray.runtime import wire
+from mula_ray.runtime import standin, wire
 from mula_ray.runtime.osproc import adopt_orphans, descendants, die_with_parent, kill_verified, stand_back, start_batch
 
 OBJECT_STORE_BYTES = 80 << 20
 ADD_TRIES = 3
+
+
+def thin_helpers() -> None:
+    """From now on raylets that this process starts get `standin` for their two helper processes.
+
+    Ray's own are kept where a version of Ray has no such place: nothing but time is lost then.
+    """
+    try:
+        from ray._private import services
+        from ray._raylet import get_port_filename  # type: ignore[attr-defined]
+    except ImportError:
+        return
+    start = services.start_ray_process
+
+    def standing_in(command: list[str], *args: Any, **named: Any) -> Any:
+        values = dict(word[2:].split("=", 1) for word in command if word.startswith("--") and "=" in word)
+        if "runtime_env_agent_command" in values and "dashboard_agent_command" in values:
+            file = partial(get_port_filename, values["node_id"])
+            command = [_with_standin(word, values, file) for word in command]
+        return start(command, *args, **named)
+
+    services.start_ray_process = standing_in
+
+
+def _with_standin(word: str, values: dict[str, str], file: Callable[[str], str]) -> str:
+    """One word of a raylet's command line; `file(port)`: the name under which a helper announces that port."""
+    thin = [sys.executable, "-I", "-S", standin.__file__, values["session_dir"]]
+    if word.startswith("--dashboard_agent_command="):
+        unused = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
+        command = [*thin, *(f"{file(port)}=-1" for port in unused)]
+    elif word.startswith("--runtime_env_agent_command="):
+        real = shlex.split(values["runtime_env_agent_command"])
+        command = [*thin, f"{file('runtime_env_agent_port')}=?", values["node_ip_address"], *real]
+    else:
+        return word
+    return f"{word.partition('=')[0]}={subprocess.list2cmdline(command)}"
 
 
 class _Starter:
@@ -73,6 +112,7 @@ class RayNodes:
 
     def start(self, count: int) -> None:
         """Head and `count` nodes, at once: the nodes start as soon as the head's control service listens."""
+        thin_helpers()
         up = threading.Event()
         head = _Starter(lambda: self._start_head(up), up)
         up.wait()
