@@ -15,7 +15,7 @@ from mula_ray.data.ring import RingReader, RingSpec, StepSamples
 from mula_ray.data.shards import TokenSet, token_dtype
 from mula_ray.data.source import RunData
 
-_POLL_S = 0.02
+_POLL_S = (0.01, 0.2)
 
 
 @dataclass(frozen=True)
@@ -111,13 +111,14 @@ class ChunkReader:
         """A chunk for each request that the agent writes into its ring, until the one with the run's last step, or
         until the ring closes or the agent dies."""
         ring = RingReader.attach(spec)
-        served = 0
+        served, pause = 0, _POLL_S[0]
         while ring is not None and not ring.closed:
             number, first = ring.asked()
-            if number == served:
-                time.sleep(_POLL_S)
+            if number == served:  # what is asked for is needed half a chunk later, except the first
+                time.sleep(pause)
+                pause = min(_POLL_S[1], pause * 1.1)
                 continue
-            served = number
+            served, pause = number, _POLL_S[0]
             yield self.read(first)
             if first + self._plan.chunk_steps >= self._plan.stop:
                 return
