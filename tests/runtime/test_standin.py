@@ -90,7 +90,7 @@ def helpers_of(cluster: LocalCluster) -> list[list[bytes]]:
     for pid in descendants(cluster.keeper_pid):
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            helper = b"/agent/" in b" ".join(words) or any(word.endswith(b"/standin.py") for word in words)
+            helper = b"/agent" in b" ".join(words) or any(word.endswith(b"/standin.py") for word in words)
             if helper and not words[0].endswith(b"raylet"):
                 found.append(words)
     return found
