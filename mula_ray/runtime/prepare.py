@@ -87,7 +87,7 @@ class RayWorkers:
 
         rows = ray.data.from_items(
             [{"task": pickle.dumps(task)} for task in tasks], override_num_blocks=len(tasks)
-        ).map(do, concurrency=self._workers, num_cpus=self._cpus, resources=self._resources)
+        ).map(do, compute=ray.data.TaskPoolStrategy(size=self._workers), num_cpus=self._cpus, resources=self._resources)
         for row in rows.iter_rows():
             done = pickle.loads(row["done"])
             if isinstance(done, MulaError):
