@@ -153,7 +153,7 @@ def plan_job(out: Path, settings: PrepareSettings) -> Iterator[Job]:
             raise UserError(f"another process is preparing data in {out}; wait, or choose another --out") from error
         fingerprint = _fingerprint(settings, found.files, _given_tokenizer(settings))
         _match_work(work, fingerprint)
-        item_bytes = settings.item_bytes or _item_bytes(sum(file.bytes for file in found.files))
+        item_bytes = settings.item_bytes or max(32 << 20, sum(file.bytes for file in found.files) // _MOST_ITEMS)
         items = tuple(cut_into_items(found.files, item_bytes))
         tokenizer = _settle_tokenizer(work, settings, found.files, items)
         eos = settings.eos_id if settings.eos_id is not None else eos_of(tokenizer) if tokenizer is not None else None
@@ -172,11 +172,6 @@ def plan_job(out: Path, settings: PrepareSettings) -> Iterator[Job]:
             fingerprint=fingerprint,
             block_bytes=max(1 << 20, item_bytes // 4),
         )
-
-
-def _item_bytes(total: int) -> int:
-    """Input of a piece of work, from 4 MiB: some dozens in all, so that the last ones leave few cores without any."""
-    return max(4 << 20, min(32 << 20, total // 64), total // _MOST_ITEMS)
 
 
 def _make_room(out: Path, work: Path, found: FoundInput) -> None:
