@@ -84,29 +84,17 @@ print("with", ray.get(told.options(runtime_env={"env_vars": {"TOLD": "seven"}}).
 """
 
 
-def helpers_of(cluster: LocalCluster) -> list[list[bytes]]:
-    """Command lines of the helpers, Ray's own or stand-ins, that the cluster's raylets have started."""
-    found = []
-    for pid in descendants(cluster.keeper_pid):
-        with contextlib.suppress(OSError):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            helper = b"/agent" in b" ".join(words) or any(word.endswith(b"/standin.py") for word in words)
-            if helper and not words[0].endswith(b"raylet"):
-                found.append(words)
-    return found
-
-
 @pytest.mark.ray
 @pytest.mark.timeout(120)
 def test_a_local_cluster_starts_no_helpers_of_ray_until_a_task_asks_for_an_environment() -> None:
     cluster = LocalCluster.start(1, 1, 20.0)
     try:
         address = cluster.wait_address()
-        helpers = helpers_of(cluster)
-        while len(helpers) < 4:  # two for the head, two for the node; a raylet is there before its helpers
-            time.sleep(0.05)
-            helpers = helpers_of(cluster)
-        assert all(words[3].endswith(b"/standin.py") for words in helpers)
+        lines = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in descendants(cluster.keeper_pid)]
+        helpers = [words for words in lines if b"agent.py" in b" ".join(words) or standin.__file__.encode() in words]
+        helpers = [words for words in helpers if not words[0].endswith(b"raylet")]
+        assert len(helpers) == 4  # two for the head, two for the node
+        assert all(words[3] == standin.__file__.encode() for words in helpers)
         command = [sys.executable, "-c", _TASK, cluster.token_file, address]
         done = subprocess.run(command, capture_output=True, text=True, timeout=90)
         assert done.stdout.split("\n")[:2] == ["without None", "with seven"], done.stderr
