@@ -153,7 +153,7 @@ class ProgressLine:
         rate = (progress.done - self._kept) / max(1e-9, now - self._begin)
         unit = "MB/s" if progress.stage == "tokenize" else "M tokens/s"
         left = (progress.total - progress.done) / rate if rate > 0 else 0.0
-        eta = "" if last else f", {left // 60:.0f} min {left % 60:02.0f} s left"
+        eta = f", {left // 60:.0f} min {left % 60:02.0f} s left" if rate > 0 and not last else ""
         share = progress.done / max(1, progress.total)
         told = f"{progress.stage}: {share:4.0%}, {progress.tokens / 1e6:.1f} M tokens, {rate / 1e6:.2f} {unit}{eta}"
         print(told, file=sys.stderr, flush=True)

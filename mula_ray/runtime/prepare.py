@@ -10,6 +10,7 @@ Ray: workers read and write the file system that holds input and output (shared 
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 from collections.abc import Iterator, Sequence
@@ -73,6 +74,7 @@ class RayWorkers:
             return
         import ray.data
 
+        logging.getLogger("ray.data").setLevel(logging.ERROR)  # its console lines would cut up the progress lines
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         context.execution_no_progress_timeout_s = -1  # a long item is no fault

@@ -26,12 +26,14 @@ QUIET: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",
 }
 """For Ray's processes of a local cluster and for a driver: less chatter, fewer threads, nothing sent anywhere."""
+_CLUSTER_ONLY = frozenset({"OMP_NUM_THREADS", "RAY_BACKEND_LOG_LEVEL"})
+"""Not for a driver: its threads are the user's, and Ray's core says on the screen that it was given a level."""
 
 
 def prepare_environment(token_file: str | None, *, keep_auth: bool = False) -> None:
     """Before Ray is imported in this process. `keep_auth`: the cluster is somebody else's; take its mode as it is set
     here, else switch it explicitly off (a stray token file of the user must not switch it on for one process only)."""
-    os.environ.update({name: value for name, value in QUIET.items() if name != "OMP_NUM_THREADS"})
+    os.environ.update({name: value for name, value in QUIET.items() if name not in _CLUSTER_ONLY})
     if keep_auth and os.environ.get("RAY_AUTH_MODE"):
         return
     os.environ.update(auth_variables(token_file))

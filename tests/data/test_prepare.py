@@ -355,4 +355,5 @@ def test_ray_gives_the_same_bytes_and_keeps_work_when_killed(tmp_path: Path, tok
     done = subprocess.run(spread, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "ready: data.path" in done.stdout
+    assert all(line.startswith(("tokenize: ", "shuffle: ")) for line in done.stderr.splitlines()), done.stderr
     assert shard_bytes(tmp_path / "ray") == shard_bytes(tmp_path / "local")
