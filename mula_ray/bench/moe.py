@@ -4,7 +4,9 @@ Ours: backends `cpu` (torch operations) and `cpu_kernel` (C++ passes). Against, 
 - `classic`: the eager block with a one-hot mask and a Python loop, one set of weights an expert;
 - `transformers-grouped_mm`, `transformers-eager`: the experts of transformers' OLMoE (needs the extra `hf`). Its eager
   path allocates gradients of all experts for each expert: shown, but nothing to boast of, so it runs once;
-- `bare-gemm`: the six GEMMs an expert, its own weights, rows ready, outputs preallocated: the physical limit.
+- `bare-gemm`: the six GEMMs an expert, its own weights, rows ready, outputs preallocated: the physical limit. Its own
+  row says how fast this machine multiplies and how much faster than `classic` anything could be on it, which differs
+  from one kind of processor to the next.
 
 fp32, random routing outside the timed region, weights and persistent gradient buffers shared by all. Outputs and
 gradients are compared first. A row `memory` is the peak above weights and gradients in a fresh process.
@@ -47,6 +49,11 @@ class Shape:
     top_k: int
     tokens: int
 
+    @property
+    def gemm_flops(self) -> int:
+        """FLOPs of forward and backward: three times two for each of the three matrices, per row."""
+        return 3 * 2 * 3 * self.tokens * self.top_k * self.hidden * self.width
+
 
 CASES = {
     "h512-i256-e64-k8-t4096": Shape(512, 256, 64, 8, 4096),
@@ -78,6 +85,9 @@ def _time_rows(case: str, times: list[dict[str, float]], eager: dict[str, float]
         milliseconds = 1e3 * statistics.median(t[ours] for t in times)
         for peer in (name for name in times[0] if name not in OURS):
             rows.append(row(case, ours, milliseconds, "ms", peer, median_ratio(times, peer, ours)))
+    seconds = statistics.median(t["bare-gemm"] for t in times)
+    limit = median_ratio(times, "classic", "bare-gemm")
+    rows.append(row(case, "bare-gemm", CASES[case].gemm_flops / seconds / 1e9, "GFLOP/s", "classic", limit))
     if eager:
         seconds, peer = eager["cpu"], "transformers-eager"
         rows.append(row(case, "cpu", 1e3 * seconds, "ms", peer, eager[peer] / seconds))

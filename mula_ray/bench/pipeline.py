@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mula_ray.bench.ranks import run_ranks
-from mula_ray.bench.timing import chosen
+from mula_ray.bench.timing import chosen, report
 from mula_ray.config.model import ModelConfig
 from mula_ray.config.run import DataConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from mula_ray.parallel.collectives import barrier
@@ -45,8 +45,7 @@ def run(cases: tuple[str, ...] | None = None) -> dict[str, Any]:
         rows += _idle_rows("idle-real", run_ranks(_compute, 2, timeout=240.0))
     if "memory" in names:
         rows += _memory_rows()
-    versions = {"torch": torch.__version__}
-    return {"bench": "pipeline", "device": "cpu", "threads": 1, "versions": versions, "rows": rows}
+    return report("pipeline", rows, threads=1)
 
 
 def _idle_rows(case: str, ranks: list[dict[str, list[float]]]) -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ held-out windows. Each leaves a run folder in runs/bench-quality/, so `mula-ray 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 import yaml
 
 from mula_ray.bench.ranks import run_ranks
-from mula_ray.bench.timing import chosen
+from mula_ray.bench.timing import chosen, report
 from mula_ray.config.load import load
 from mula_ray.config.run import RunConfig
 from mula_ray.data.batches import BatchSource, Share
@@ -177,10 +176,4 @@ def run(
         train, context = configs[0].train, configs[0].data.context
         rows += rows_of(case, moe, dense, train.global_batch * context)
     moe_active, dense_active = (active_params(load(model).config.model) for model in MODELS)
-    return {
-        "bench": "quality",
-        "device": "cpu",
-        "threads": 1,
-        "versions": {"torch": version("torch"), "active_moe": moe_active, "active_dense": dense_active},
-        "rows": rows,
-    }
+    return report("quality", rows, threads=1) | {"active_params": {"moe": moe_active, "dense": dense_active}}

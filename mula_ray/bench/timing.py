@@ -10,9 +10,10 @@ import gc
 import importlib.metadata
 import multiprocessing
 import os
+import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -52,7 +53,7 @@ def row(case: str, metric: str, value: float, unit: str, against: str = "", spee
     return Row(case=case, metric=metric, value=value, unit=unit, against=against, speedup=speedup)
 
 
-def report(bench: str, rows: list[Row], *, device: str = "cpu", threads: int) -> dict[str, Any]:
+def report(bench: str, rows: Sequence[Mapping[str, Any]], *, device: str = "cpu", threads: int) -> dict[str, Any]:
     """The object that `mula-ray bench NAME --json` prints."""
     versions = {"torch": str(torch.__version__)}
     for package in ("transformers", "ray", "triton"):
@@ -60,7 +61,25 @@ def report(bench: str, rows: list[Row], *, device: str = "cpu", threads: int) ->
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return {"bench": bench, "device": device, "threads": threads, "versions": versions, "rows": rows}
+    return {
+        "bench": bench,
+        "device": device,
+        "processor": _processor(),
+        "threads": threads,
+        "versions": versions,
+        "rows": rows,
+    }
+
+
+def _processor() -> str:
+    """Name, family and model of this machine's processor: names alone do not tell generations apart on rented ones."""
+    found: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        found.setdefault(key.strip(), value.strip())
+    if "model name" not in found:
+        return platform.machine()
+    return f"{found['model name']}, family {found.get('cpu family', '?')}, model {found.get('model', '?')}"
 
 
 def interleaved(variants: dict[str, Callable[[], object]], rounds: int, warmup: int = 1) -> dict[str, float]:

@@ -38,7 +38,7 @@ def bench(
 
 
 def _table(result: dict[str, Any]) -> str:
-    head = f"{result['bench']} on {result['device']}, {result['threads']} threads"
+    head = f"{result['bench']} on {result['device']} ({result['processor']}), {result['threads']} threads"
     lines = [head, f"{'case':34} {'metric':22} {'value':>12} {'unit':6} {'against':26} {'speedup':>8}"]
     for row in result["rows"]:
         speedup = "-" if row["speedup"] is None else f"{row['speedup']:.2f}x"
